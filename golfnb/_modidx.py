@@ -2806,6 +2806,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                     'golfnb.tools.judge.ranks_of': ('tools/judge.html#ranks_of', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.real_text': ('tools/judge.html#real_text', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.receive': ('tools/judge.html#receive', 'golfnb/tools/judge.py'),
+                                    'golfnb.tools.judge.receive_array': ('tools/judge.html#receive_array', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.receive_request': ('tools/judge.html#receive_request', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.release': ('tools/judge.html#release', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.run_text': ('tools/judge.html#run_text', 'golfnb/tools/judge.py'),
