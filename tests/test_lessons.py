@@ -99,6 +99,7 @@ def test_the_command_looks_in_the_lab_and_keeps_what_was_reached(tmp_path):
     assert (given.returncode, given.stdout) == (1, "9.tiles: not yet better: 522 panels; the given cell: 522; the book's answer: 119\n"), given
     assert read_board(lab) == {"7.scatter": None}
     assert "7.scatter right   7.ranks open" in golfnb("check", cwd=tmp_path).stdout
+    assert "7.scatter right   7.ranks open" in golfnb("check", cwd=lab / "lessons").stdout, "inside of a lab, that lab is meant"
     hint = golfnb("check", "7.scatter", "--hint", 2, cwd=tmp_path).stdout
     assert hint.startswith("7.scatter, hint 2 of 3: ")
 
