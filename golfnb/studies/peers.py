@@ -28,7 +28,7 @@ from torch import nn
 
 from .. import ParallelMuon
 from ..muon.newton_schulz import newton_schulz, newton_schulz_flops
-from ..parallel_muon import Ranks
+from ..model.engine import Ranks
 from ..settings import GolfError
 from .bench import BenchJob, Marks, run_rounds
 
