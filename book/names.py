@@ -1,4 +1,4 @@
-"""What golfnb defines, read from golfnb/*.py without importing it: modules, names, signatures, docstrings, settings."""
+"""What golfnb defines, read from the modules without importing it: modules, names, signatures, docstrings, settings."""
 import ast
 import json
 import re
