@@ -25,10 +25,8 @@ from typing import TYPE_CHECKING  # noqa: E402
 if TYPE_CHECKING:  # for editors, which do not follow _HOME
     from .file.artifact import load_model as load_model
     from .file.artifact import save_artifact as save_artifact
-    from .text.bpb import bits_per_byte as bits_per_byte
-    from .text.bpb import byte_table as byte_table
-    from .text.bpb import load_tokenizer as load_tokenizer
-    from .text.loader import Loader as Loader
+    from .model.engine import start_ranks as start_ranks
+    from .model.engine import stop_ranks as stop_ranks
     from .model.golf import Golf as Golf
     from .muon.errors import GolfError as GolfError
     from .muon.grouping import param_groups as param_groups
@@ -36,8 +34,10 @@ if TYPE_CHECKING:  # for editors, which do not follow _HOME
     from .muon.newton_schulz import quintic as quintic
     from .muon.optimizer import ParallelMuon as ParallelMuon
     from .muon.sharded import ShardedState as ShardedState
-    from .model.engine import start_ranks as start_ranks
-    from .model.engine import stop_ranks as stop_ranks
+    from .text.bpb import bits_per_byte as bits_per_byte
+    from .text.bpb import byte_table as byte_table
+    from .text.bpb import load_tokenizer as load_tokenizer
+    from .text.loader import Loader as Loader
     from .text.shards import open_shard as open_shard
     from .tools.programs import find_program as find_program
     from .tools.programs import settings_of as settings_of
