@@ -2889,6 +2889,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                     'golfnb.tools.guard.interrupted': ('tools/guard.html#interrupted', 'golfnb/tools/guard.py'),
                                     'golfnb.tools.guard.is_lost_rank': ('tools/guard.html#is_lost_rank', 'golfnb/tools/guard.py'),
                                     'golfnb.tools.guard.item_bytes': ('tools/guard.html#item_bytes', 'golfnb/tools/guard.py'),
+                                    'golfnb.tools.guard.lacks_gpu_memory': ('tools/guard.html#lacks_gpu_memory', 'golfnb/tools/guard.py'),
                                     'golfnb.tools.guard.lost_ranks': ('tools/guard.html#lost_ranks', 'golfnb/tools/guard.py'),
                                     'golfnb.tools.guard.lost_sentence': ('tools/guard.html#lost_sentence', 'golfnb/tools/guard.py'),
                                     'golfnb.tools.guard.manifest_hashes': ('tools/guard.html#manifest_hashes', 'golfnb/tools/guard.py'),

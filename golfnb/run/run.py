@@ -41,7 +41,6 @@ from ..settings import (
     GolfError,
     Rules,
     finite,
-    patch,
     read_settings,
     require,
     setting,
