@@ -450,7 +450,8 @@ def check_names(codec: Plain) -> None:
     "Raise GolfError for what is no codec, and for one that takes the name of another in CODECS."
     if not isinstance(codec, Plain):
         raise GolfError("a codec must be an object whose class derives from "
-                        f"golfnb.file.artifact.Plain, found {codec!r:.60}: write CODEC = Best(), or one of your own")
+                        f"golfnb.file.artifact.Plain, found {codec!r:.60}: write "
+                        "CODEC = Best(), or one of your own")
     named = codec.known()
     right = isinstance(named, dict) and all(isinstance(part, Plain) for part in named.values())
     if not (right and all(isinstance(name, str) for name in [codec.name, *named])):
