@@ -1417,10 +1417,11 @@ def lab_command(args) -> int:
          arg("task", nargs="?", metavar="TASK", help="its name, such as 7.bug"),
          arg("file", nargs="?", type=Path, metavar="FILE",
              help="your answer, a .py or a notebook; else the lab's lesson"),
-         arg("--lab", type=Path, default=Path("runs/lab"), metavar="FOLDER", help="where the lab lies"),
+         arg("--lab", type=Path, metavar="FOLDER", help="the lab; default: the one you are in, else runs/lab"),
          count("--hint", "show a hint instead: 1, 2 or 3"))
 def check_command(args) -> int:
-    return book.check.check_command(args.task, args.file, args.lab, args.hint)
+    lab = args.lab or book.check.lab_of(Path.cwd()) or Path("runs/lab")
+    return book.check.check_command(args.task, args.file, lab, args.hint)
 
 # %% ../../nbs/tools/23_cli.ipynb #036c8c3b
 @command("watch", "a live page of a run: loss, step time, phase, time left; also of one that has not begun",
