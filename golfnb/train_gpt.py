@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 125be12221ccbdf5
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 0ab1940d23ef8449
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -399,7 +399,7 @@ def finite(summary: dict) -> dict:
     return summary | dict.fromkeys(nowhere)
 
 
-# ---- golfnb/bpb.py ----
+# ---- golfnb/text/bpb.py ----
 def bits_per_byte(nll_sum: torch.Tensor | float, byte_count: torch.Tensor | float) -> float:
     "Bits per byte of a text, from its summed loss in nats and its bytes. GolfError for no bytes."
     require(byte_count > 0, "bits per byte need at least one byte of text, found "
@@ -499,7 +499,7 @@ def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTab
     return bits_per_byte(nats, target_bytes(table, tokens[:-1], tokens[1:]).sum())
 
 
-# ---- golfnb/layers.py ----
+# ---- golfnb/model/layers.py ----
 def widen(x: Tensor) -> Tensor:
     "A 16-bit tensor as float32; a wider one unchanged."
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -723,7 +723,7 @@ def token_nll(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
                            reduction="none").view(targets.shape)
 
 
-# ---- golfnb/layout.py ----
+# ---- golfnb/model/layout.py ----
 SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
 
 
@@ -877,7 +877,7 @@ def bank_per_shape(cfg: LayoutSettings, world: int) -> Layout:
     return block_layout(cfg, world, [up, down])
 
 
-# ---- golfnb/banks.py ----
+# ---- golfnb/model/banks.py ----
 def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
                device: str | torch.device = "cpu") -> dict[str, torch.nn.Parameter]:
     "A zero-filled parameter [slots with padding, rows, columns] for each bank, by name (PR #399)."
@@ -897,7 +897,7 @@ def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return named
 
 
-# ---- golfnb/model.py ----
+# ---- golfnb/model/golf.py ----
 @dataclass
 class ModelSettings(LayoutSettings):
     "Shapes of the transformer."
@@ -1486,7 +1486,7 @@ def check_runnable(x: Tensor):
                         f"{x.device}; use its plain twin instead")
 
 
-# ---- golfnb/kernels.py ----
+# ---- golfnb/model/kernels.py ----
 # Triton reads the annotations of kernels, and they are no types; a backward names its gradients:
 # pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false
 
@@ -2020,7 +2020,7 @@ def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tens
     return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or usual)
 
 
-# ---- golfnb/plan.py ----
+# ---- golfnb/model/plan.py ----
 @dataclass(frozen=True)
 class CommSchedule:
     "The communication schedule: banks in order of reduce-scatters, and of updates and gathers."
@@ -2046,7 +2046,7 @@ def comm_schedule(layout: Layout, order: str = "big_first") -> CommSchedule:
     return CommSchedule(names, names)
 
 
-# ---- golfnb/parallel_muon.py ----
+# ---- golfnb/model/engine.py ----
 # torch gives torch._foreach_copy_ and dist.rendezvous out without saying so to type checkers:
 # pyright: reportPrivateImportUsage=false
 
@@ -2833,7 +2833,7 @@ class EngineSettings(BaseSettings):
                                     bounds=">= 0")
 
 
-# ---- golfnb/grid.py ----
+# ---- golfnb/file/grid.py ----
 # GPTQ-lite's candidates; 1.0 is the row maximum
 CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)
 INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
@@ -2912,7 +2912,7 @@ def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
     return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
 
 
-# ---- golfnb/averaging.py ----
+# ---- golfnb/run/average.py ----
 # torch gives out torch._foreach_lerp_ and its like without saying so to type checkers:
 # pyright: reportPrivateImportUsage=false
 
@@ -2971,7 +2971,7 @@ class AveragingSettings(BaseSettings):
                              bounds="> 0")
 
 
-# ---- golfnb/shards.py ----
+# ---- golfnb/text/shards.py ----
 def cannot_write(path: Path, error: OSError) -> GolfError:
     "What to raise where a file cannot be written."
     free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
@@ -3141,7 +3141,7 @@ def bytes_note(shards: Sequence[Path]) -> str:
             f"{whole:,}, which the tokenizer's normalisation changes")
 
 
-# ---- golfnb/loader.py ----
+# ---- golfnb/text/loader.py ----
 class WindowSampler(Iterator):
     """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
 
@@ -3449,7 +3449,7 @@ class Loader(Iterator):
         return batch
 
 
-# ---- golfnb/train.py ----
+# ---- golfnb/run/train.py ----
 @dataclass
 class TrainSettings(AveragingSettings, ComputeSettings):
     "How long a run trains, on which schedule, and what it logs."
@@ -3942,7 +3942,7 @@ def rehearse(t: Trainer, step: Callable, log: RunLog):
             log.line(f"warmup_step:{n}/{count}")
 
 
-# ---- golfnb/quantize.py ----
+# ---- golfnb/file/quantize.py ----
 KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8",
                "bf16": "<u2"}
 FLOATS = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
@@ -4041,7 +4041,7 @@ def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     return state
 
 
-# ---- golfnb/artifact.py ----
+# ---- golfnb/file/artifact.py ----
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"\x93GOLFNB\n", 1
 PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
@@ -4147,7 +4147,7 @@ def seal(header: bytes, payload: bytes) -> bytes:
 def refuse_word(codec) -> None:
     "Raise GolfError for the name of a codec where the codec itself is wanted."
     require(not isinstance(codec, str),
-            f"a codec must be an object of golfnb.artifact, found the word {codec!r}: give Plain() "
+            f"a codec must be an object of golfnb.file.artifact, found the word {codec!r}: give Plain() "
             "for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
 
 
@@ -4269,7 +4269,7 @@ def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[st
     return rows
 
 
-# ---- golfnb/evaluate.py ----
+# ---- golfnb/score/evaluate.py ----
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
     """First tokens `starts [W]` of windows of min(seq_len, n_targets)
     tokens that score every target once.
@@ -4380,7 +4380,7 @@ class EvalSettings(BaseSettings):
                               f"found {stride} and {row}: lower EVAL_STRIDE")
 
 
-# ---- golfnb/run.py ----
+# ---- golfnb/run/run.py ----
 @dataclass
 class RunSettings(BaseSettings):
     "The name of a run, and where it reads and writes."
@@ -4773,7 +4773,7 @@ def start(program: str, main: Callable, group: type, own: Mapping,
     os._exit(0)  # nothing is left to do, and libraries may fail at tearing themselves down
 
 
-# ---- golfnb/ttt.py ----
+# ---- golfnb/score/ttt.py ----
 class Ledger:
     """What was scored and learnt, in order.
 

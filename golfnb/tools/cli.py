@@ -35,19 +35,22 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from .. import MOVED, __version__
+from .. import __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-TOOLS = {**MOVED, "guard": "golfnb.tools.guard", "judge": "golfnb.tools.judge", "hub": "golfnb.tools.hub", "check": "golfnb.tools.check",
-         "programs": "golfnb.tools.programs", "studies": "golfnb.studies.harness"}
+FOLDERS = (".", "text", "model", "run", "file", "score", "tools", "studies")
 
 
 class Chapters:
-    "The modules of golfnb, each imported when it is first used."
+    "The modules of golfnb, each imported when it is first used, by its last name."
 
     def __getattr__(self, name: str):
-        return import_module(TOOLS.get(name, f"golfnb.{name}"))
+        package = Path(str(resources.files("golfnb")))
+        for folder in FOLDERS:
+            if (package / folder / f"{name}.py").is_file():
+                return import_module(f"golfnb.{folder}.{name}".replace("...", "."))
+        raise AttributeError(f"golfnb has no module {name}")
 
 
 book = Chapters()
@@ -207,12 +210,18 @@ def setting_line(node: ast.AnnAssign, known: dict) -> str:
     return line
 
 # %% ../../nbs/tools/23_cli.ipynb #da4c5f30
+def module_of(node: ast.ImportFrom, module: str) -> str:
+    "The module of ours that an import in `module` names, without golfnb in front."
+    folders = module.split(".")[:-node.level or None]
+    return ".".join([*folders, *filter(None, [node.module])])
+
+
 def setting_lines(module: str, name: str) -> dict[tuple[str, str], list[str]]:
     "The lines of a class of settings and of those it derives from, by module and class."
     tree = chapter_source(module)
     known = constants(tree)
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    homes = {alias.name: node.module or "" for node in imports for alias in node.names}
+    homes = {alias.name: module_of(node, module) for node in imports for alias in node.names}
     (group,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     declared = [node for node in group.body if isinstance(node, ast.AnnAssign)]
     found = {(module, name): [setting_line(node, known) for node in declared]}
@@ -1048,12 +1057,12 @@ def quantize_command(args) -> int:
     s.target_bytes = args.target_bytes or s.target_bytes
     s.max_wallclock_seconds = 0.0  # no clock runs here: calibrate on all batches
     code = script.read_bytes() if script.is_file() else b""
-    ranks = book.parallel_muon.start_ranks()
+    ranks = book.engine.start_ranks()
     named = {n: w.float().to(ranks.device) for n, w in named.items()}
     print(f"settings: {settings_source(weights, meta)}", flush=True)
     p = book.report.built(program, s, weights, ranks)
-    book.model.take_order(p.model, meta.get("settings", {}))
-    book.model.load_named(p.model, named)
+    book.golf.take_order(p.model, meta.get("settings", {}))
+    book.golf.load_named(p.model, named)
     searched = args.target_bytes or packs_trellis(program)
     advice = "allow as many, or train a smaller model" if searched else f"give --target-bytes {s.target_bytes}"
     with closing(book.watch.Bar()) as bar:
@@ -1172,9 +1181,9 @@ def score_command(args) -> int:
                         "are there; give them with --val")
     if args.audit:
         return judge_file(args)
-    ranks = book.parallel_muon.start_ranks()
+    ranks = book.engine.start_ranks()
     score_file(args, ranks)
-    book.parallel_muon.stop_ranks(ranks)
+    book.engine.stop_ranks(ranks)
     return 0
 
 # %% ../../nbs/tools/23_cli.ipynb #a0de28b0
@@ -1555,9 +1564,9 @@ def bench_command(args) -> int:
          arg("words", nargs="*", metavar="WORDS", help="settings NAME=VALUE, NPROC=N, run directories"),
          epilog=study_help)
 def study_command(args) -> int:
-    if args.name not in book.studies.STUDIES:
-        raise GolfError(f"study: one of {', '.join(book.studies.STUDIES)} expected, found {args.name}")
-    return book.studies.STUDIES[args.name](args.words)
+    if args.name not in book.harness.STUDIES:
+        raise GolfError(f"study: one of {', '.join(book.harness.STUDIES)} expected, found {args.name}")
+    return book.harness.STUDIES[args.name](args.words)
 
 # %% ../../nbs/tools/23_cli.ipynb #4da84a17
 WITHOUT = {  # extra -> what is missed without it

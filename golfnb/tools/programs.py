@@ -27,7 +27,7 @@ from types import ModuleType
 
 import golfnb
 from golfnb.settings import BaseSettings, GolfError, read_settings
-from golfnb.shards import atomic_write
+from golfnb.text.shards import atomic_write
 from golfnb.tools.joiner import START, OwnFile, join_program, own_files, pack_program, program_module
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2005
@@ -263,7 +263,7 @@ def copied_program(recipe: str, name: str) -> str:
     return program_source(recipe).replace(f'recipe="{recipe}"', f'recipe="{name}"', 1)
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2021
-OWN_START = """from golfnb.run import start
+OWN_START = """from golfnb.run.run import start
 
 PROGRAM_SHA256 = "{sha256}"
 
