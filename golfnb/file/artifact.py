@@ -30,10 +30,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..text.bpb import tokenizer_hash
-from ..model.kernels import fuse
 from ..model.golf import Golf, ModelSettings, load_named, model_from_settings
+from ..model.kernels import fuse
 from ..muon.jit import usable_kernels
+from ..settings import BaseSettings, GolfError, read_json, reading, require, setting
+from ..text.bpb import tokenizer_hash
+from ..text.shards import atomic_write
 from .quantize import (
     FLOATS,
     INT_MAX,
@@ -44,8 +46,6 @@ from .quantize import (
     unpack_plain,
 )
 from .rans import rans_bits, rans_decode, rans_encode
-from ..settings import BaseSettings, GolfError, read_json, reading, require, setting
-from ..text.shards import atomic_write
 from .trellis_file import COLUMNS, dequantize_trellis, without_parts
 
 # %% ../../nbs/story/11b_artifact.ipynb #7fc8e696
@@ -274,8 +274,8 @@ def seal(header: bytes, payload: bytes) -> bytes:
 def refuse_word(codec) -> None:
     "Raise GolfError for the name of a codec where the codec itself is wanted."
     require(not isinstance(codec, str),
-            f"a codec must be an object of golfnb.file.artifact, found the word {codec!r}: give Plain() "
-            "for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
+            f"a codec must be an object of golfnb.file.artifact, found the word {codec!r}: give "
+            "Plain() for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
 
 # %% ../../nbs/story/11b_artifact.ipynb #7c4b035c
 def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
@@ -449,8 +449,9 @@ def check_values(name: str, p: Packed) -> None:
 def check_names(codec: Plain) -> None:
     "Raise GolfError for what is no codec, and for one that takes the name of another in CODECS."
     if not isinstance(codec, Plain):
-        raise GolfError("a codec must be an object whose class derives from golfnb.file.artifact.Plain, "
-                        f"found {codec!r:.60}: write CODEC = Best(), or one of your own")
+        raise GolfError("a codec must be an object whose class derives from "
+                        f"golfnb.file.artifact.Plain, found {codec!r:.60}: write "
+                        "CODEC = Best(), or one of your own")
     named = codec.known()
     right = isinstance(named, dict) and all(isinstance(part, Plain) for part in named.values())
     if not (right and all(isinstance(name, str) for name in [codec.name, *named])):

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..model.engine import Ranks
+from ..model.golf import BLOCK_MATRICES, WHOLE, Block, Golf, make_block, quant_kind
 from ..model.layers import softcap, widen
 from ..model.layout import SMALL_MATRIX
-from ..model.golf import BLOCK_MATRICES, WHOLE, Block, Golf, make_block, quant_kind
-from ..model.engine import Ranks
+from ..settings import GolfError, require
 from .quantize import (
     INT_MAX,
     Packed,
@@ -30,7 +31,6 @@ from .quantize import (
     nothing_fits,
     quantize_state,
 )
-from ..settings import GolfError, require
 from .trellis import trellis_path
 from .trellis_file import (
     LARGEST_EXPONENT,

@@ -15,8 +15,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ..model.layout import packed_as, slots_of
 from ..model.engine import Engine
+from ..model.layout import packed_as, slots_of
 from ..settings import require
 
 # %% ../../nbs/story/10_grid.ipynb #dc70d43f

@@ -23,6 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..model.engine import Ranks
+from ..model.golf import BLOCK_MATRICES, Block, Golf, make_block, quant_kind
+from ..model.layout import SMALL_MATRIX
+from ..run.train import counted
+from ..settings import BaseSettings, GolfError, require, setting
 from .grid import (
     CLIP_QUANTILES,
     best_clip,
@@ -32,11 +37,6 @@ from .grid import (
     row_clip,
     row_scale,
 )
-from ..model.layout import SMALL_MATRIX
-from ..model.golf import BLOCK_MATRICES, Block, Golf, make_block, quant_kind
-from ..model.engine import Ranks
-from ..settings import BaseSettings, GolfError, require, setting
-from ..run.train import counted
 
 # %% ../../nbs/story/10b_quantize.ipynb #af0837fd
 KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8",

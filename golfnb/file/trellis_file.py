@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .quantize import Packed, dequantize_state
 from ..settings import require
+from .quantize import Packed, dequantize_state
 from .trellis import trellis_levels
 
 # %% ../../nbs/story/10d_trellis_file.ipynb #a44e90f5

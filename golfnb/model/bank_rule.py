@@ -13,9 +13,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from .layout import slots_of
 from ..muon.errors import OptimizerError
 from ..muon.rules import FOR_ALL_RULES, Rule, check_group, rule_of
+from .layout import slots_of
 
 # %% ../../nbs/reference/17j_bank_rule.ipynb #ac1af180
 def stored_alike(part) -> Iterator[tuple[slice, bool, int, int]]:

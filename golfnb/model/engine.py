@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import BankSpec, Layout
 from ..muon.jit import check_runnable, jitted, tl, triton, usable_kernels
 from ..muon.newton_schulz import quintic
-from .plan import CommSchedule, check_comm_schedule, comm_schedule
 from ..settings import BaseSettings, GolfError, require, setting
+from .layout import BankSpec, Layout
+from .plan import CommSchedule, check_comm_schedule, comm_schedule
 
 # torch gives torch._foreach_copy_ and dist.rendezvous out without saying so to type checkers:
 # pyright: reportPrivateImportUsage=false

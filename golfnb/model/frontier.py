@@ -26,14 +26,8 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 # %% ../../nbs/story/05d_frontier.ipynb #8eed8b20
-from .layers import (
-    attention_backend,
-    mix_norm,
-    rms_norm,
-    scaled_norm,
-    softcap_loss,
-)
-from .layout import bank_per_shape, mlp_in_one_bank
+from ..settings import GolfError, Rules, require, setting, settings_from
+from ..text.shards import BOS_ID
 from .golf import (
     EACH_ONCE,
     Block,
@@ -49,8 +43,14 @@ from .golf import (
     table_shapes,
     take_order,
 )
-from ..settings import GolfError, Rules, require, setting, settings_from
-from ..text.shards import BOS_ID
+from .layers import (
+    attention_backend,
+    mix_norm,
+    rms_norm,
+    scaled_norm,
+    softcap_loss,
+)
+from .layout import bank_per_shape, mlp_in_one_bank
 
 # %% ../../nbs/story/05d_frontier.ipynb #75cf89a9
 class Pieces(NamedTuple):

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..settings import BaseSettings, GolfError, Rules, require, setting, settings_from
 from .banks import make_banks, unbank
 from .layers import (
     attend,
@@ -38,7 +39,6 @@ from .layers import (
     squared_leaky,
 )
 from .layout import SMALL_MATRIX, Layout, LayoutSettings, bank_per_shape, mlp_in_one_bank
-from ..settings import BaseSettings, GolfError, Rules, require, setting, settings_from
 
 # %% ../../nbs/story/05c_golf.ipynb #714ae904
 @dataclass

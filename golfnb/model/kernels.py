@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import NORM_EPS, softcap_loss
-from .golf import Block, Golf, LeakyReluSquared, make_block, scaled
 from ..muon.jit import KERNELS, TensorDescriptor, check_runnable, jitted, tl, triton
 from ..settings import require
+from .golf import Block, Golf, LeakyReluSquared, make_block, scaled
+from .layers import NORM_EPS, softcap_loss
 
 # Triton reads the annotations of kernels, and they are no types; a backward names its gradients:
 # pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false

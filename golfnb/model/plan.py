@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields
 from functools import singledispatch
 from pathlib import Path
 
-from .layout import BankSpec, Layout, bank_named, numel
 from ..muon.newton_schulz import newton_schulz_flops
 from ..settings import GolfError, require
+from .layout import BankSpec, Layout, bank_named, numel
 
 # %% ../../nbs/story/07_plan.ipynb #d53d54a9
 @dataclass(frozen=True)

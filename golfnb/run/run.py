@@ -31,12 +31,11 @@ import torch
 # %% ../../nbs/reference/16_run.ipynb #c96ac847
 from ..file.artifact import Plain, ledger_rows, open_own, over_budget, pack_bytes, save_weights
 from ..file.bits import fit_trellis, sensitivities
-from ..text.bpb import byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
-from ..score.evaluate import plain_loss, sliding_loss
-from ..text.loader import Loader, check_batch, grad_accum
-from ..model.golf import ComputeSettings, Golf, load_named, named_state, saved_settings
-from ..model.engine import Engine, Ranks, start_ranks, stop_ranks
 from ..file.quantize import Nearest, NothingFits, calibrate, calibration_batches, fit_state
+from ..file.trellis_file import forms_of, trellis_names
+from ..model.engine import Engine, Ranks, start_ranks, stop_ranks
+from ..model.golf import ComputeSettings, Golf, load_named, named_state, saved_settings
+from ..score.evaluate import plain_loss, sliding_loss
 from ..settings import (
     BaseSettings,
     GolfError,
@@ -46,6 +45,8 @@ from ..settings import (
     require,
     setting,
 )
+from ..text.bpb import byte_table, load_tokenizer, tokenizer_hash, unigram_bpb
+from ..text.loader import Loader, check_batch, grad_accum
 from ..text.shards import (
     atomic_write,
     bytes_note,
@@ -69,7 +70,6 @@ from .train import (
     training_loss,
     undone,
 )
-from ..file.trellis_file import forms_of, trellis_names
 
 # %% ../../nbs/reference/16_run.ipynb #d0de1601
 @dataclass

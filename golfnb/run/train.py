@@ -26,12 +26,12 @@ from pathlib import Path
 
 import torch
 
-from .average import Average, AveragingSettings
-from ..model.layers import softcap_loss
-from ..text.loader import Loader, grad_accum
-from ..model.golf import ComputeSettings
 from ..model.engine import CONTROL_SCALARS, CudaGraphed, Engine
+from ..model.golf import ComputeSettings
+from ..model.layers import softcap_loss
 from ..settings import require, setting
+from ..text.loader import Loader, grad_accum
+from .average import Average, AveragingSettings
 
 # %% ../../nbs/story/08b_train.ipynb #9c6773e7
 @dataclass

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..file.quantize import deal_jobs
+from ..model.engine import CudaGraphed, Ranks
+from ..model.golf import BLOCK_MATRICES, Block, BlockWeights, ComputeSettings, Golf, load_named
+from ..model.layers import rms_norm, token_nll
+from ..run.train import RunLog, compiled, counted
+from ..settings import Rules, require, setting
 from ..text.bpb import ByteTable, target_bytes
 from .evaluate import EvalSettings, total_score
-from ..model.layers import rms_norm, token_nll
-from ..model.golf import BLOCK_MATRICES, Block, BlockWeights, ComputeSettings, Golf, load_named
-from ..model.engine import CudaGraphed, Ranks
-from ..file.quantize import deal_jobs
-from ..settings import Rules, require, setting
-from ..run.train import RunLog, compiled, counted
 from .ttt import Ledger, log_score, steps_between_lines
 
 # %% ../../nbs/story/13b_adapters.ipynb #641c3942

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..text.bpb import ByteTable, bits_per_byte, target_bytes
-from ..model.layers import token_nll
-from ..text.loader import grad_accum
 from ..model.engine import Ranks
-from ..settings import BaseSettings, Rules, require, setting
+from ..model.layers import token_nll
 from ..run.train import counted
+from ..settings import BaseSettings, Rules, require, setting
+from ..text.bpb import ByteTable, bits_per_byte, target_bytes
+from ..text.loader import grad_accum
 
 # %% ../../nbs/story/12_evaluate.ipynb #e968f639
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:

@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..text.bpb import ByteTable, bits_per_byte
-from .evaluate import EvalSettings, score_windows, share_of, total_score, windows
-from ..model.layers import softcap
-from ..model.golf import ComputeSettings, Golf, load_named, published_views
 from ..model.engine import ClipMean, CudaGraphed, Engine, Ranks, Sgd
-from ..settings import GolfError, Rules, require, setting
-from ..text.shards import check_disjoint, open_shard
+from ..model.golf import ComputeSettings, Golf, load_named, published_views
+from ..model.layers import softcap
 from ..run.train import RunLog, compiled, counted
+from ..settings import GolfError, Rules, require, setting
+from ..text.bpb import ByteTable, bits_per_byte
+from ..text.shards import check_disjoint, open_shard
+from .evaluate import EvalSettings, score_windows, share_of, total_score, windows
 
 # %% ../../nbs/story/13_ttt.ipynb #829a154e
 class Ledger:

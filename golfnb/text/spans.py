@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .loader import WindowSampler
 from ..settings import require
+from .loader import WindowSampler
 from .shards import BOS_ID
 
 # %% ../../nbs/story/02c_spans.ipynb #b5ef81e9

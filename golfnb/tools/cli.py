@@ -39,7 +39,7 @@ from .. import __version__
 from ..settings import GolfError, printable, reading, settings_from
 
 # %% ../../nbs/tools/23_cli.ipynb #0c2842e1
-FOLDERS = (".", "text", "model", "run", "file", "score", "tools", "studies")
+FOLDERS = ("", "text", "model", "run", "file", "score", "tools", "studies")
 
 
 class Chapters:
@@ -49,7 +49,7 @@ class Chapters:
         package = Path(str(resources.files("golfnb")))
         for folder in FOLDERS:
             if (package / folder / f"{name}.py").is_file():
-                return import_module(f"golfnb.{folder}.{name}".replace("...", "."))
+                return import_module(".".join(filter(None, ("golfnb", folder, name))))
         raise AttributeError(f"golfnb has no module {name}")
 
 
@@ -212,7 +212,7 @@ def setting_line(node: ast.AnnAssign, known: dict) -> str:
 # %% ../../nbs/tools/23_cli.ipynb #da4c5f30
 def module_of(node: ast.ImportFrom, module: str) -> str:
     "The module of ours that an import in `module` names, without golfnb in front."
-    folders = module.split(".")[:-node.level or None]
+    folders = module.split(".")[:-node.level] if node.level else []
     return ".".join([*folders, *filter(None, [node.module])])
 
 
