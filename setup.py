@@ -45,13 +45,13 @@ setup(
     ],
     long_description=long_description(),
     long_description_content_type="text/markdown",
-    packages=["golfnb", "golfnb.muon", "golfnb.nbs", "golfnb.recipes", "golfnb.studies", "golfnb.tools"],
+    packages=["golfnb", "golfnb.muon", "golfnb.nbs", "golfnb.recipes", "golfnb.studies", "golfnb.tools", "golfnb.tools.commands"],
     package_dir={"golfnb.nbs": "nbs"},
     package_data={
         "golfnb": ["py.typed", "prose.json", "prose/*/*.txt"],
         "golfnb.muon": ["py.typed"],
         "golfnb.nbs": ["*.ipynb", "*.md", "*.mplstyle", "*/*.ipynb", "*/*.js", "*/*.json", "*/*.py", "*/*/*.py"],  # what `golfnb lab` copies
-        "golfnb.tools": ["*.html"],  # the page of `golfnb play`
+        "golfnb.tools": ["*.html", "helps/*.txt"],  # the page of `golfnb play`, lists of helps
     },
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
