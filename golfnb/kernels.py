@@ -50,9 +50,11 @@ def kernel_op(name: str, schema: str, grad=None):
 def heads_forward_kernel(qkv, cos, sin, gain, q, k, T, eps, H: tl.constexpr, KV: tl.constexpr,
                          D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr,
                          ROWS: tl.constexpr):
-    "q and k from qkv: norm, rotation, gain; programs over (head, block of ROWS tokens, batch)."
-    head, first = tl.program_id(0), tl.program_id(1) * ROWS
-    token = (tl.program_id(2) * T + first).to(tl.int64)  # the block's first token in the batch
+    "q and k from qkv: norm, rotation, gain; a program is a head of a block of tokens, heads first."
+    head, block = tl.program_id(0) % (H + KV), tl.program_id(0) // (H + KV)
+    blocks = tl.cdiv(T, ROWS)  # of one row of the batch
+    first = block % blocks * ROWS
+    token = (block // blocks).to(tl.int64) * T + first  # the block's first token in the batch
     i, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]    # the whole head: [ROWS, D]
     i3, half = tl.arange(0, ROWS)[:, None, None], tl.arange(0, 2)[None, :, None]
     j = tl.arange(0, HALF)[None, None, :]  # the rotated pair: [ROWS, 2, HALF]
@@ -87,7 +89,7 @@ def heads_op(launch, qkv, gain, cos, sin, heads, keys):
     outs = qkv.new_empty(B, T, heads, D), qkv.new_empty(B, T, keys, D)  # q and k
     if launch:
         given = (t.contiguous() for t in (qkv, cos, sin, gain))
-        jitted(heads_forward_kernel)[(heads + keys, triton.cdiv(T, HEAD_ROWS), B)](
+        jitted(heads_forward_kernel)[((heads + keys) * triton.cdiv(T, HEAD_ROWS) * B,)](
             *given, *outs, T, NORM_EPS, H=heads, KV=keys, D=D, ROW=C, HALF=cos.shape[-1],
             ROWS=HEAD_ROWS)
     return outs
@@ -97,8 +99,9 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
                           KV: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr,
                           ROWS: tl.constexpr):
     "dqkv and parts of dgain from dq, dk, dv; programs as in the forward."
-    head, first = tl.program_id(0), tl.program_id(1) * ROWS
-    token = (tl.program_id(2) * T + first).to(tl.int64)
+    head, block = tl.program_id(0) % (H + 2 * KV), tl.program_id(0) // (H + 2 * KV)
+    first = block % tl.cdiv(T, ROWS) * ROWS
+    token = (block // tl.cdiv(T, ROWS)).to(tl.int64) * T + first
     i, d = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
     i3, half = tl.arange(0, ROWS)[:, None, None], tl.arange(0, 2)[None, :, None]
     j = tl.arange(0, HALF)[None, None, :]  # + half * 0 below: for the shape alone
@@ -136,8 +139,7 @@ def heads_backward_kernel(dq, dk, dv, qkv, cos, sin, gain, dqkv, dgain, T, eps, 
     dx3 = e3 * rw[:, None, None] - x3 * back[:, None, None]
     tl.store(dqkv + i3 * ROW + half * HALF + j, dx3.to(dqkv.dtype.element_ty), mask=live3)
     if head < H:
-        row = head * tl.num_programs(2) + tl.program_id(2)
-        tl.store(dgain + row * tl.num_programs(1) + tl.program_id(1), tl.sum(dot * r))
+        tl.store(dgain + head * (tl.num_programs(0) // (H + 2 * KV)) + block, tl.sum(dot * r))
 
 # %% ../nbs/story/09_kernels.ipynb #4a9e2c54
 @kernel_op("heads_grad",
@@ -149,7 +151,7 @@ def heads_grad_op(launch, dq, dk, dv, qkv, gain, cos, sin):
     outs = qkv.new_empty(qkv.shape), qkv.new_empty(H, B * blocks, dtype=torch.float32)
     if launch:
         given = (t.contiguous() for t in (dq, dk, dv, qkv, cos, sin, gain))
-        jitted(heads_backward_kernel)[(H + 2 * KV, blocks, B)](
+        jitted(heads_backward_kernel)[((H + 2 * KV) * blocks * B,)](
             *given, *outs, T, NORM_EPS, H=H, KV=KV, D=D, ROW=qkv.shape[2], HALF=cos.shape[-1],
             ROWS=HEAD_ROWS)
     return outs
@@ -182,40 +184,42 @@ def heads_fit(head_dim: int, rope_dims: int) -> bool:
     return 2 <= rope_dims <= head_dim and all(n & (n - 1) == 0 for n in (rope_dims // 2, head_dim))
 
 # %% ../nbs/story/09_kernels.ipynb #8d9f4577
-def xsa_forward_kernel(y, v, out, R, v_row, GROUP: tl.constexpr, D: tl.constexpr,
-                       ROWS: tl.constexpr):
-    "out = y less its part along v; programs over (key head, block of ROWS tokens)."
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+def xsa_forward_kernel(y, v, out, R, v_row, KV: tl.constexpr, GROUP: tl.constexpr,
+                       D: tl.constexpr, ROWS: tl.constexpr):
+    "out = y less its part along v; a program is a key head of a block of tokens, heads first."
+    head = tl.program_id(0) % KV
+    row = (tl.program_id(0) // KV * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     d = tl.arange(0, D)[None, :]
     live = (row < R) & (d < D)
-    u = tl.load(v + row * v_row + tl.program_id(0) * D + d, mask=live, other=0.0).to(tl.float32)
+    u = tl.load(v + row * v_row + head * D + d, mask=live, other=0.0).to(tl.float32)
     u *= 1.0 / tl.maximum(tl.sqrt(tl.sum(u * u, 1, keep_dims=True)), 1e-12)
     for i in tl.static_range(GROUP):
-        at = row * (tl.num_programs(0) * GROUP * D) + (tl.program_id(0) * GROUP + i) * D + d
+        at = row * (KV * GROUP * D) + (head * GROUP + i) * D + d
         t = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
         tl.store(out + at,
                  (t - tl.sum(t * u, 1, keep_dims=True) * u).to(out.dtype.element_ty), mask=live)
 
 # %% ../nbs/story/09_kernels.ipynb #0786397f
-def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, GROUP: tl.constexpr, D: tl.constexpr,
-                        ROWS: tl.constexpr):
+def xsa_backward_kernel(dout, y, v, dy, dv, R, v_row, KV: tl.constexpr, GROUP: tl.constexpr,
+                        D: tl.constexpr, ROWS: tl.constexpr):
     "dy and dv from dout; programs as in the forward."
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    head = tl.program_id(0) % KV
+    row = (tl.program_id(0) // KV * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     d = tl.arange(0, D)[None, :]
     live = (row < R) & (d < D)
-    u = tl.load(v + row * v_row + tl.program_id(0) * D + d, mask=live, other=0.0).to(tl.float32)
+    u = tl.load(v + row * v_row + head * D + d, mask=live, other=0.0).to(tl.float32)
     size = tl.sqrt(tl.sum(u * u, 1, keep_dims=True))
     inverse = 1.0 / tl.maximum(size, 1e-12)
     u, du = u * inverse, u * 0.0
     for i in tl.static_range(GROUP):
-        at = row * (tl.num_programs(0) * GROUP * D) + (tl.program_id(0) * GROUP + i) * D + d
+        at = row * (KV * GROUP * D) + (head * GROUP + i) * D + d
         t = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
         e = tl.load(dout + at, mask=live, other=0.0).to(tl.float32)
         along = tl.sum(e * u, 1, keep_dims=True)
         tl.store(dy + at, (e - along * u).to(dy.dtype.element_ty), mask=live)
         du -= along * t + tl.sum(t * u, 1, keep_dims=True) * e
     du -= tl.where(size > 1e-12, tl.sum(du * u, 1, keep_dims=True), 0.0) * u
-    dv += row * (tl.num_programs(0) * D) + tl.program_id(0) * D + d
+    dv += row * (KV * D) + head * D + d
     tl.store(dv, (du * inverse).to(dv.dtype.element_ty), mask=live)
 
 # %% ../nbs/story/09_kernels.ipynb #eb31f17f
@@ -231,9 +235,9 @@ def xsa_grad_op(launch, dout, y, v):
     (B, T, H, D), KV, outs = y.shape, v.shape[2], (y.new_empty(y.shape), v.new_empty(v.shape))
     if launch:
         v = rows_apart(v)
-        jitted(xsa_backward_kernel)[(KV, triton.cdiv(B * T, XSA_ROWS))](
-            dout.contiguous(), y.contiguous(), v, *outs, B * T, v.stride(1), GROUP=H // KV, D=D,
-            ROWS=XSA_ROWS)
+        jitted(xsa_backward_kernel)[(KV * triton.cdiv(B * T, XSA_ROWS),)](
+            dout.contiguous(), y.contiguous(), v, *outs, B * T, v.stride(1), KV=KV, GROUP=H // KV,
+            D=D, ROWS=XSA_ROWS)
     return outs
 
 # %% ../nbs/story/09_kernels.ipynb #954e974e
@@ -243,8 +247,8 @@ def xsa_op(launch, y, v):
     (B, T, H, D), KV, out = y.shape, v.shape[2], y.new_empty(y.shape)
     if launch:
         v = rows_apart(v)
-        jitted(xsa_forward_kernel)[(KV, triton.cdiv(B * T, XSA_ROWS))](
-            y.contiguous(), v, out, B * T, v.stride(1), GROUP=H // KV, D=D, ROWS=XSA_ROWS)
+        jitted(xsa_forward_kernel)[(KV * triton.cdiv(B * T, XSA_ROWS),)](
+            y.contiguous(), v, out, B * T, v.stride(1), KV=KV, GROUP=H // KV, D=D, ROWS=XSA_ROWS)
     return out
 
 # %% ../nbs/story/09_kernels.ipynb #4bde16c3

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from golfnb import kernels
 from golfnb.kernels import fuse, fused_exclusive, fused_heads, fused_mlp, fused_softcap_loss, heads_fit, mlp_fit
 from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, softcap_loss, squared_leaky
 from golfnb.layout import bank_per_shape
@@ -270,7 +271,7 @@ heads = dict(H=8, KV=4, D=64, ROW=1024, HALF=8, ROWS=P.HEAD_ROWS)
 for fn in (P.heads_forward_kernel, P.heads_backward_kernel):
     assert "ld.global.v4" in build(fn, heads, ("gain", "dgain"))
 for fn in (P.xsa_forward_kernel, P.xsa_backward_kernel):
-    assert "ld.global.v4" in build(fn, dict(GROUP=2, D=64, ROWS=P.XSA_ROWS))
+    assert "ld.global.v4" in build(fn, dict(KV=4, GROUP=2, D=64, ROWS=P.XSA_ROWS))
 for tiles, back in ((P.MLP_UP_TILES, False), (P.MLP_DOWN_TILES, True)):
     bm, bn, bk = tiles[:3]
     desc = lambda *block: f"tensordesc<bf16[{block[0]}, {block[1]}]>"
@@ -395,6 +396,25 @@ def test_a_kernel_that_there_is_not_is_refused():
     assert model.kernels == frozenset()
 
 
+def test_no_grid_ends_at_65535_programs(monkeypatch):
+    "Only a grid's first axis goes further, and tokens are more: heads and blocks of tokens share it."
+    grids = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **named: None
+
+    monkeypatch.setattr(kernels, "jitted", lambda kernel: Launch())
+    monkeypatch.setattr(kernels, "check_runnable", lambda x: None)
+    T = 65_536 * kernels.HEAD_ROWS
+    qkv, gain, cos = torch.empty(1, T, 6), torch.ones(1), torch.ones(T, 1)
+    q, k = kernels.heads_op(qkv, gain, cos, cos, 1, 1)
+    kernels.heads_grad_op(q, k, k, qkv, gain, cos, cos)
+    kernels.xsa_grad_op(q, q, kernels.xsa_op(q, k))
+    assert [len(grid) for grid in grids] == [1, 1, 1, 1] and grids[0] == (2 * 65_536,) and grids[3] == (T // kernels.XSA_ROWS,)
+
+
 def gpu_apart(twin, plain, *inputs):
     "Relative distances to the plain meaning in float32: of the twin, and of the plain meaning in bfloat16."
     def all_of(f, xs):
@@ -425,6 +445,21 @@ def test_kernels_on_the_gpu_round_no_worse_than_the_plain_functions():
     pairs += [gpu_apart(lambda x: fused_softcap_loss(x, targets, 30.0), lambda x: softcap_loss(x, targets, 30.0), rand(1, 300, 8192, size=size)) for size in (1.0, 20.0)]
     for ours, theirs in pairs:
         assert all(a < 1.3 * b + 1e-3 for a, b in zip(ours, theirs)), (ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_more_tokens_than_a_grid_has_programs_on_its_second_axis_on_the_gpu():
+    T = 65_536 * 32 + 5
+    torch.manual_seed(0)
+    n, weight, gain = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((1, T, 16), (48, 16), (1,)))
+    cos, sin = (t.cuda() for t in rotary_tables(T, 8, 100.0, 9))
+    q, k, v = fused_heads(n, weight, gain, cos, sin, 1)
+    mixed = fused_exclusive(q, v)
+    for part in (slice(0, 64), slice(T - 64, T)):
+        own = fused_heads(n[:, part], weight, gain, cos[part], sin[part], 1)
+        assert all(torch.equal(a[:, part], b) for a, b in zip((q, k, v), own))
+        assert torch.equal(mixed[:, part], fused_exclusive(own[0], own[2]))
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from tiny import clean_env
 
 from golfnb.studies import bench
 from golfnb.tools import figures
-from golfnb.tools.lab import copy_notebooks
+from golfnb.tools.lab import copy_notebooks, start_lab
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -98,6 +98,29 @@ def test_what_the_site_folds_opens_folded_in_the_lab(tmp_path):
         for cell in json.loads(path.read_text())["cells"]:
             text = "".join(cell["source"])
             assert ("#| code-fold" in text or "#| hide" in text) == cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+
+
+def test_no_link_leads_out_of_the_lab(tmp_path):
+    copy_notebooks(tmp_path)
+    for path in tmp_path.rglob("*.ipynb"):
+        words = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"]
+        for link in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", "\n".join(words)):
+            target = (path.parent / link).resolve()
+            assert target.exists() and target.is_relative_to(tmp_path), f"{path.name} leads to {link}"
+
+
+def test_a_lesson_of_the_lab_shows_no_answer_before_it_is_run(tmp_path):
+    copy_notebooks(tmp_path)
+    for path in (tmp_path / "lessons").glob("*.ipynb"):
+        for cell in json.loads(path.read_text())["cells"]:
+            assert all("text/html" in out.get("data", {}) for out in cell.get("outputs", ())), path.name
+
+
+def test_a_terminal_of_the_lab_finds_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(os, "execv", lambda *words: None)
+    start_lab(tmp_path / "lab", browser=False)
+    assert os.environ["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/nowhere"]
 
 
 @pytest.fixture

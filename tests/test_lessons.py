@@ -96,6 +96,7 @@ def test_the_command_looks_in_the_lab_and_keeps_what_was_reached(tmp_path):
     assert golfnb("check", "7.scatter", "mine.py", cwd=tmp_path).stdout == "7.scatter: right\n"
     assert read_board(lab) == {"7.scatter": None}
     assert "7.scatter right   7.ranks open" in golfnb("check", cwd=tmp_path).stdout
+    assert "7.scatter right   7.ranks open" in golfnb("check", cwd=lab / "lessons").stdout, "inside of a lab, that lab is meant"
     hint = golfnb("check", "7.scatter", "--hint", 2, cwd=tmp_path).stdout
     assert hint.startswith("7.scatter, hint 2 of 3: ")
 

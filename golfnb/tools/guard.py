@@ -349,6 +349,21 @@ def lost_sentence(error: RuntimeError, ranks: "Ranks | None") -> str:
             "see which rank ended first, and why")
 
 
+NO_GPU_MEMORY = re.compile(r"CUDA out of memory|error: out of memory|ERROR_OUT_OF_MEMORY|ALLOC_FAILED|Failed to CUDA", re.I)
+
+
+def lacks_gpu_memory(error: BaseException | None) -> bool:
+    """Whether an error says that a GPU has no more memory: it, or one that it came from.
+
+    A recording that ends for want of memory raises what CUDA says of a recording that did not end well.
+    """
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or NO_GPU_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def full_gpu_sentence(ranks: "Ranks") -> str:
     "Which GPU has no room for the run."
     room = torch.cuda.get_device_properties(ranks.device).total_memory / 2**30
@@ -367,7 +382,7 @@ def unreadable(error: OSError) -> str:
 # %% ../../nbs/tools/21b_guard.ipynb #bf6845d1
 def end_known(error: BaseException, ranks: "Ranks | None") -> None:
     "End the rank with a sentence for what a machine does to a run; returns for other errors."
-    if isinstance(error, torch.OutOfMemoryError) and ranks is not None:
+    if ranks is not None and lacks_gpu_memory(error):
         end_rank(full_gpu_sentence(ranks), 2)
     if isinstance(error, OSError) and error.errno in CLOSED:
         end_rank(unreadable(error), 2)

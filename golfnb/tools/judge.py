@@ -47,7 +47,7 @@ from .launcher import python_module
 from ..ttt import audit_files, chunk_windows, finding
 
 # %% ../../nbs/tools/28b_judge.ipynb #bfc11e13
-KINDS = ("float32", "float64", "int64")  # of the numbers in a message
+KINDS = ("bfloat16", "float16", "float32", "float64", "int64")  # of the numbers in a message
 MOST = 2**31                             # bytes of one array
 
 # %% ../../nbs/tools/28b_judge.ipynb #2cde21ba
@@ -56,19 +56,31 @@ def send(connection: Connection, words: dict, *arrays: Tensor) -> None:
     shapes = [(str(array.dtype).removeprefix("torch."), list(array.shape)) for array in arrays]
     connection.send_bytes(json.dumps(words | {"arrays": shapes}).encode())
     for array in arrays:
-        connection.send_bytes(array.detach().cpu().contiguous().numpy().tobytes())
+        left = array.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        while left:
+            left = left[os.write(connection.fileno(), left):]
 
 # %% ../../nbs/tools/28b_judge.ipynb #9e170b1e
+def receive_array(connection: Connection, kind: str, shape: list[int]) -> Tensor:
+    "The array whose bytes come next. Raises ValueError for another kind or size than a message has, EOFError at its end."
+    if kind not in KINDS or not 0 <= math.prod(shape) * 8 <= MOST:
+        raise ValueError(f"an array {shape} of {kind}")
+    array = torch.empty(shape, dtype=getattr(torch, kind))
+    left = array.view(-1).view(torch.uint8).numpy().data
+    while left:
+        read = os.readv(connection.fileno(), [left])
+        if not read:
+            raise EOFError
+        left = left[read:]
+    return array
+
+
 def receive(connection: Connection) -> tuple[dict, list[Tensor]]:
     "Words and arrays that the other side sent. Raises GolfError for an error of the other side, or no message."
     try:
         words = json.loads(connection.recv_bytes(2**20))
-        arrays = []
-        for kind, shape in words["arrays"]:
-            assert kind in KINDS
-            numbers = np.frombuffer(connection.recv_bytes(MOST), kind).reshape(shape)
-            arrays.append(torch.from_numpy(numbers.copy()))
-    except (EOFError, OSError, ValueError, TypeError, KeyError, AssertionError):
+        arrays = [receive_array(connection, kind, shape) for kind, shape in words["arrays"]]
+    except (EOFError, OSError, ValueError, TypeError, KeyError, RuntimeError):
         raise GolfError("the judged program must answer with numbers, found none: its process ended, or it wrote "
                         "into the judge's pipe") from None
     if "error" in words:
@@ -159,7 +171,7 @@ def capped_logits(judged: Judged, ids: Tensor, last_n: int) -> Tensor:
 def answer_forward(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
     "Logits of the rows that came."
     with torch.no_grad():
-        send(connection, {}, capped_logits(judged, arrays[0], words["last_n"]).float())
+        send(connection, {}, capped_logits(judged, arrays[0], words["last_n"]))
 
 # %% ../../nbs/tools/28b_judge.ipynb #b5951947
 ADAPTS = {"": "", "chunks": "score-first training", "documents": "adapters per document"}  # way -> scorer
@@ -306,8 +318,7 @@ def receive_request(connection: Connection) -> tuple[dict, list[Tensor]]:
     if not connection.poll(None):
         raise EOFError
     words = json.loads(connection.recv_bytes())
-    arrays = [torch.from_numpy(np.frombuffer(connection.recv_bytes(), kind).reshape(shape).copy())
-              for kind, shape in words["arrays"]]
+    arrays = [receive_array(connection, kind, shape) for kind, shape in words["arrays"]]
     return words, arrays
 
 # %% ../../nbs/tools/28b_judge.ipynb #54e49ab9
@@ -373,9 +384,10 @@ ROOM = 2**24  # logits in one message
 
 # %% ../../nbs/tools/28b_judge.ipynb #9173d29f
 def nats_of(logits: Tensor, targets: Tensor) -> Tensor:
-    "Minus the log of the targets' probabilities: logits [..., V], targets [...]."
-    wide = logits.double()
-    return wide.logsumexp(-1) - wide.gather(-1, targets[..., None])[..., 0]
+    "Minus the log of the targets' probabilities: logits [..., V], targets [...]; on a GPU where there is one."
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    wide, targets = logits.to(device).double(), targets.to(device)
+    return (wide.logsumexp(-1) - wide.gather(-1, targets[..., None])[..., 0]).cpu()
 
 # %% ../../nbs/tools/28b_judge.ipynb #a2ea6875
 @dataclass
