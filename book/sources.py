@@ -219,7 +219,7 @@ def in_sidebar(stem: str) -> str:
 def tables_of_contents() -> str:
     chapters = [(title, [in_sidebar(stem) for stem in group]) for title, group in parts()]
     (learn, lessons), *others = chapters  # lessons first: "Next" of page one leads to the first of them
-    use = ["Install, run, use <readme>", "The optimizer alone <pytorch>", "Your own recipe <own>", "map"]
+    use = ["Install, run, use <readme>", "The optimizer alone <pytorch>", "Your own recipe <own>", "Eight H100s <eight>", "One card of 24 GB <one>", "map"]
     groups = [(learn, [*lessons, "The ladder of bits <ladder>"]), ("Use it", use), *others, ("Look up", list(LOOK_UP))]
     return "\n".join(toctree(caption, entries) for caption, entries in groups if entries)
 

@@ -863,17 +863,21 @@ class Sign(Rule):
         return scaled.sign() * scaled.abs().sqrt() + state["corner"].mean((-2, -1), keepdim=True)
 
 
-def bench_of_peers(ranks) -> tuple:
-    "Series and what is left out of `bench peers` on these ranks; weights after torch's step with gradients that differ."
+def peers_on_ranks(ranks) -> dict:
+    "What `bench peers` steps: this rank's gradients, and weights after a step of ours and of torch's."
     from golfnb.studies import peers
-    from golfnb.studies.bench import BenchJob
 
-    samples, _, facts = peers.bench_peers(BenchJob("peers", steps=2, rounds=1, warmup=1, sizes=["16x2"]), ranks, {})
-    blocks = peers.Matrices(16, 2, "fp32").build("cpu")
-    for p in blocks.parameters():
-        p.grad *= 1 + 2 * ranks.rank  # on two ranks their mean is twice the first's
-    peers.averaged_step(blocks)()
-    return sorted(samples), sorted(facts["left_out"]), [p.detach().clone() for p in blocks.parameters()]
+    found = {}
+    for name, way in peers.own_ways(torch.device("cpu")).items():
+        blocks = peers.Matrices(16, 2, "fp32").build("cpu")
+        found["grads"] = [p.grad.clone() for p in blocks.parameters()]
+        step = way.build(blocks)
+        if way.averaged:
+            peers.averaged_step(blocks, step)
+        else:
+            step()
+        found[name] = [p.detach().clone() for p in blocks.parameters()]
+    return found
 
 
 def on_one_dimension(ranks) -> list:
