@@ -8,7 +8,7 @@ from tiny import TINY, golfnb, one_sentence, run_quietly, tiny_data
 from golfnb.artifact import Plain, save_artifact, save_weights
 from golfnb.recipes import demo
 from golfnb.settings import GolfError
-from golfnb.tools.commands import demo
+from golfnb.tools.commands import demo as demo_page
 from golfnb.tools.checkpoint import clear_checkpoints, clear_half_written
 from golfnb.tools.data import stdlib_documents
 from score_workers import random_state
@@ -157,7 +157,7 @@ def test_a_directory_that_was_there_stays_if_the_run_never_begins(tmp_path, monk
 
 @pytest.mark.parametrize("config", [{"recipe": "golf"}, {"recipe": "demo", "data_path": "mine"}, None])
 def test_the_demo_replaces_no_run_but_a_demos(folder, monkeypatch, config):
-    monkeypatch.setattr(demo, "demo_data", lambda *a: 0)
+    monkeypatch.setattr(demo_page, "demo_data", lambda *a: 0)
     run = folder / "runs" / "demo"
     (run / "thesis.txt").unlink()
     (run / "train.log").write_text("step:1")
