@@ -25,22 +25,22 @@ import warnings  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:  # for editors, which do not follow _HOME
-    from .artifact import load_model as load_model
-    from .artifact import save_artifact as save_artifact
-    from .bpb import bits_per_byte as bits_per_byte
-    from .bpb import byte_table as byte_table
-    from .bpb import load_tokenizer as load_tokenizer
-    from .loader import Loader as Loader
-    from .model import Golf as Golf
+    from .file.artifact import load_model as load_model
+    from .file.artifact import save_artifact as save_artifact
+    from .text.bpb import bits_per_byte as bits_per_byte
+    from .text.bpb import byte_table as byte_table
+    from .text.bpb import load_tokenizer as load_tokenizer
+    from .text.loader import Loader as Loader
+    from .model.golf import Golf as Golf
     from .muon.errors import GolfError as GolfError
     from .muon.grouping import param_groups as param_groups
     from .muon.newton_schulz import polar_express as polar_express
     from .muon.newton_schulz import quintic as quintic
     from .muon.optimizer import ParallelMuon as ParallelMuon
     from .muon.sharded import ShardedState as ShardedState
-    from .parallel_muon import start_ranks as start_ranks
-    from .parallel_muon import stop_ranks as stop_ranks
-    from .shards import open_shard as open_shard
+    from .model.engine import start_ranks as start_ranks
+    from .model.engine import stop_ranks as stop_ranks
+    from .text.shards import open_shard as open_shard
     from .tools.programs import find_program as find_program
     from .tools.programs import settings_of as settings_of
     from .tools.sampling import generate as generate
@@ -53,11 +53,11 @@ __all__ = [
 ]
 _HOME = {
     "ParallelMuon": "muon.optimizer", "param_groups": "muon.grouping",
-    "ShardedState": "muon.sharded", "start_ranks": "parallel_muon", "stop_ranks": "parallel_muon",
-    "quintic": "muon.newton_schulz", "polar_express": "muon.newton_schulz", "open_shard": "shards",
-    "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb", "bits_per_byte": "bpb",
-    "find_program": "tools.programs", "settings_of": "tools.programs", "Golf": "model",
-    "generate": "tools.sampling", "save_artifact": "artifact", "load_model": "artifact",
+    "ShardedState": "muon.sharded", "start_ranks": "model.engine", "stop_ranks": "model.engine",
+    "quintic": "muon.newton_schulz", "polar_express": "muon.newton_schulz", "open_shard": "text.shards",
+    "Loader": "text.loader", "load_tokenizer": "text.bpb", "byte_table": "text.bpb", "bits_per_byte": "text.bpb",
+    "find_program": "tools.programs", "settings_of": "tools.programs", "Golf": "model.golf",
+    "generate": "tools.sampling", "save_artifact": "file.artifact", "load_model": "file.artifact",
     "GolfError": "muon.errors",
 }
 _TOOLS = ("checkpoint", "cli", "data", "drill", "lab", "launcher", "play", "report", "sampling",

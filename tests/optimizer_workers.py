@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from golfnb.bank_rule import BankRule
-from golfnb.layout import bank_per_shape, mlp_in_one_bank
-from golfnb.model import Golf, ModelSettings, init_model, named_state
+from golfnb.model.bank_rule import BankRule
+from golfnb.model.layout import bank_per_shape, mlp_in_one_bank
+from golfnb.model.golf import Golf, ModelSettings, init_model, named_state
 from golfnb.muon.errors import OptimizerError
 from golfnb.muon.exchange import local
 from golfnb.muon.grouping import param_groups
@@ -28,10 +28,10 @@ from golfnb.muon.newton_schulz import quintic
 from golfnb.muon.optimizer import ParallelMuon
 from golfnb.muon.rules import RULES, Rule, replace
 from golfnb.muon.sharded import ChunkedTensor, ShardedState
-from golfnb.parallel_muon import AdamW, ClipMean, Engine, Muon
+from golfnb.model.engine import AdamW, ClipMean, Engine, Muon
 from golfnb.settings import GolfError
 from golfnb.studies.peers import Matrices
-from golfnb.train import training_loss
+from golfnb.run.train import training_loss
 
 ROWS, VOCAB, MU = 24, 23, 0.9
 SETTINGS = dict(lr=0.02, momentum=MU, weight_decay=0.1, adam_lr=0.01, adam_weight_decay=0.05)

@@ -14,9 +14,9 @@ from golfnb.studies.bench import (BENCHES, BenchJob, answer_with_ms, bench_eval,
                           run_bench, run_rounds, settings_diff, timed_block)
 from golfnb.settings import GolfError
 from golfnb.studies.variants import read_variant
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.recipes import golf
-from golfnb.shards import write_shard
+from golfnb.text.shards import write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {**TINY, "MODEL_DIM": "64", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096", "TTT_LORA_RANK": "2", "TTT_BATCH_SIZE": "2"}

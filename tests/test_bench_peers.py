@@ -9,7 +9,7 @@ import pytest
 import torch
 from workers import spawn
 
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.settings import GolfError
 from golfnb.studies import peers
 from golfnb.studies.bench import BENCHES, BenchJob, measure_part, read_result, run_bench

@@ -103,8 +103,8 @@ def test_no_name_of_ours_stands_in_code_type_without_a_link(site):
 
 def test_a_definition_is_an_anchor_and_leads_to_the_api(site):
     page = text(site, "03_layers")
-    assert re.search(r'<a class="golf-def" id="rms_norm" href="api/layers.html#golfnb.layers.rms_norm">rms_norm</a>', page)
-    assert 'class="golf-use" href="#rms_norm"' in page and 'href="03_layers.html#' in text(site, "05c_model")
+    assert re.search(r'<a class="golf-def" id="rms_norm" href="api/layers.html#golfnb.model.layers.rms_norm">rms_norm</a>', page)
+    assert 'class="golf-use" href="#rms_norm"' in page and 'href="03_layers.html#' in text(site, "05c_golf")
 
 
 def used(source: str, exported: bool = False) -> set[str]:
@@ -115,7 +115,7 @@ def used(source: str, exported: bool = False) -> set[str]:
 
 
 def test_a_link_needs_the_name_to_be_ours_at_that_place():
-    assert used("from golfnb.model import Golf\nGolf(x)\nGolf = Golf(3)\nGolf") == {"golfnb.model@1", "Golf@1", "Golf@2", "Golf@3"}
+    assert used("from golfnb.model.golf import Golf\nGolf(x)\nGolf = Golf(3)\nGolf") == {"golfnb.model.golf@1", "Golf@1", "Golf@2", "Golf@3"}
     assert used("def f(softcap):\n    return softcap") == set()
     assert used("[softcap for softcap in z]; softcap") == {"softcap@1"}
     assert used("y.softcap\nf(softcap=1)\nfrom elsewhere import softcap\nsoftcap") == set()
@@ -132,16 +132,16 @@ def test_links_fall_on_their_names_and_long_lines_under_their_own_beginning():
     uses = links.Uses({"softcap": names.place_of("softcap")}, None, False).visit(ast.parse(source.replace("\n    ", "\n")))
     uses.found = {(line, column + 4 * (line == 2)): value for (line, column), value in uses.found.items()}
     markup = "<span class=\"n\">naïve</span> <span>=</span> <span>'é'</span>; <span class=\"n\">softcap</span>(1 &lt; 2)\n    z = [<span>softcap</span>]\n"
-    made = links.linked_code(markup, source, "05c_model", uses, set())
+    made = links.linked_code(markup, source, "05c_golf", uses, set())
     assert made.count('<a class="golf-use" href="03_layers.html#softcap">softcap</a>') == 2 and re.findall(r"--in:(\d+)ch", made) == ["0", "4"]
 
 
 def test_prose_names_resolve():
-    assert names.place_of("rms_norm") == names.place_of("rms_norm(x, y)") == names.place_of("golfnb.layers.rms_norm") == "03_layers.html#rms_norm"
+    assert names.place_of("rms_norm") == names.place_of("rms_norm(x, y)") == names.place_of("golfnb.model.layers.rms_norm") == "03_layers.html#rms_norm"
     assert names.place_of("MATRIX_LR=0.1") == names.place_of("cfg.matrix_lr") == "settings.html#envvar-MATRIX_LR"
-    assert names.place_of("Loader.rewind") == names.place_of("rewind()", "02b_loader") == "api/loader.html#golfnb.loader.Loader.rewind"
-    assert names.place_of("golfnb.layers") == "api/layers.html"
-    assert names.place_of("print") is names.place_of("rms_norm = 3") is names.place_of("x.rms_norm") is names.place_of("rewind()", "05c_model") is None
+    assert names.place_of("Loader.rewind") == names.place_of("rewind()", "02b_loader") == "api/loader.html#golfnb.text.loader.Loader.rewind"
+    assert names.place_of("golfnb.model.layers") == "api/layers.html"
+    assert names.place_of("print") is names.place_of("rms_norm = 3") is names.place_of("x.rms_norm") is names.place_of("rewind()", "05c_golf") is None
 
 
 MODULE = '''"""What it is."""
@@ -195,7 +195,7 @@ def test_each_term_is_defined_once_and_linked_once_a_chapter(site):
 
 def test_negative_results_are_gathered_and_bad_input_stays_in_the_chapters():
     page = sources.negative_results()
-    assert "(07b_parallel_muon.ipynb)" in page and "GolfError" not in page and not re.search(r"^\* (?!\S)", page, re.M)
+    assert "(07b_engine.ipynb)" in page and "GolfError" not in page and not re.search(r"^\* (?!\S)", page, re.M)
 
 
 def test_a_picture_has_its_caption_under_it_and_its_code_folded(tmp_path, monkeypatch):
@@ -261,7 +261,7 @@ def test_the_checker_finds_what_is_planted(site, tmp_path):
     layers = copy / "03_layers.html"
     layers.write_text(layers.read_text().replace('id="rms_norm"', ""))
     found = check.problems(copy)
-    for sentence in (*PLANTED.values(), "planted.css loads https://fonts.example.org", "golfnb.layers.rms_norm has no place"):
+    for sentence in (*PLANTED.values(), "planted.css loads https://fonts.example.org", "golfnb.model.layers.rms_norm has no place"):
         assert any(sentence in f for f in found), sentence
 
 
@@ -298,5 +298,5 @@ def test_the_browser_finds_what_is_planted_and_nothing_on_our_pages(site, tmp_pa
     found = "\n".join(browse.look(tmp_path, ["index.html"], None, browse.find_chromium()))
     for sentence in NOTICED:
         assert sentence in found, sentence
-    pages = ["index.html", "05c_model.html", "04_newton_schulz.html", "34_baselines.html", "published.html", "settings.html", "api/studies.bench.html", "lesson07_schedule.html"]
+    pages = ["index.html", "05c_golf.html", "04_newton_schulz.html", "34_baselines.html", "published.html", "settings.html", "api/studies.bench.html", "lesson07_schedule.html"]
     assert browse.look(site, pages, None, browse.find_chromium()) == []

@@ -21,8 +21,8 @@ from golfnb.tools.commands import doctor as doctor_page
 from golfnb.tools.programs import RECIPES, every_setting, read_words, recipe_program, setting_groups
 from golfnb.tools.report import find_tokenizer
 from golfnb.settings import GolfError
-from golfnb.shards import write_shard
-from golfnb.ttt import finding
+from golfnb.text.shards import write_shard
+from golfnb.score.ttt import finding
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = [f"{k}={v}" for k, v in TINY.items() if k != "RECIPE"]
@@ -101,7 +101,7 @@ def test_a_report_has_a_text_where_the_tokenizer_is_known_by_its_hash(trained, t
 
 
 def test_weights_go_out_as_safetensors_and_come_back(trained, tmp_path):
-    from golfnb.artifact import load_weights
+    from golfnb.file.artifact import load_weights
 
     _, run, _, _ = trained
     assert golfnb("artifact", "export", run / "ema.golf", "w.safetensors", cwd=tmp_path).returncode == 0

@@ -6,7 +6,7 @@ from torch import nn
 from workers import spawn
 
 from golfnb.muon.exchange import Group, ReplicatedBucket, ShardedBucket, gradient_of, make_buckets, matrices_of, nth_chunk
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.settings import GolfError
 
 WORLDS = (1, 2, 3, 4)

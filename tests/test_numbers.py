@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.layout import bank_per_shape
-from golfnb.model import Golf
+from golfnb.model.layout import bank_per_shape
+from golfnb.model.golf import Golf
 from golfnb.recipes import pr549
 from golfnb.tools.programs import settings_of
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from workers import spawn
 
-from golfnb.bank_rule import BankRule
+from golfnb.model.bank_rule import BankRule
 from golfnb.muon.errors import OptimizerError
 from golfnb.muon.exchange import Group, block_of, matrices_of
 from golfnb.muon.grouping import param_groups
@@ -26,7 +26,7 @@ from golfnb.muon.newton_schulz import quintic
 from golfnb.muon.optimizer import ParallelMuon, problem_with
 from golfnb.muon.rules import MuonEqRule, MuonRule, NorMuonRule, rule_of
 from golfnb.muon.sharded import ChunkedTensor, ShardedState, chunks_of
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.settings import GolfError
 
 WORLDS = (1, 2, 3, 4)

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from tiny import TINY, golfnb, one_sentence, run_quietly, tiny_data
 
-from golfnb.artifact import Plain, save_artifact, save_weights
+from golfnb.file.artifact import Plain, save_artifact, save_weights
 from golfnb.recipes import demo
 from golfnb.settings import GolfError
 from golfnb.tools.commands import demo as demo_page

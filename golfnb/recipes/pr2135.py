@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..artifact import ArtifactSettings, Quick, unpack_bytes
-from ..averaging import Ema
-from ..bank_rule import BankRule
-from ..evaluate import plain_loss
-from ..frontier import (
+from ..file.artifact import ArtifactSettings, Quick, unpack_bytes
+from ..run.average import Ema
+from ..model.bank_rule import BankRule
+from ..score.evaluate import plain_loss
+from ..model.frontier import (
     Frontier,
     FrontierSettings,
     StreamForward,
@@ -23,15 +23,15 @@ from ..frontier import (
     in_order_of,
     stream_loss,
 )
-from ..kernels import fuse, softcap_loss_with
-from ..layout import mlp_in_one_bank
-from ..loader import Loader, LoaderSettings, grad_accum
-from ..model import WeightedSkips, init_model, load_named
+from ..model.kernels import fuse, softcap_loss_with
+from ..model.layout import mlp_in_one_bank
+from ..text.loader import Loader, LoaderSettings, grad_accum
+from ..model.golf import WeightedSkips, init_model, load_named
 from ..muon.jit import usable_kernels
 from ..muon.rules import MuonEqRule
-from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Ranks
-from ..quantize import QuantSettings
-from ..run import (
+from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Ranks
+from ..file.quantize import QuantSettings
+from ..run.run import (
     Run,
     RunSettings,
     cap_before_gptq,
@@ -44,9 +44,9 @@ from ..run import (
     weight_dtype,
 )
 from ..settings import require, setting
-from ..shards import BOS_ID
-from ..spans import SpanSampler
-from ..train import (
+from ..text.shards import BOS_ID
+from ..text.spans import SpanSampler
+from ..run.train import (
     Extra,
     FlooredSettings,
     Trainer,
@@ -54,8 +54,8 @@ from ..train import (
     micro_batches,
     momentum_schedule,
 )
-from ..trellis_file import dequantize_trellis
-from ..ttt import TttSettings, score_first
+from ..file.trellis_file import dequantize_trellis
+from ..score.ttt import TttSettings, score_first
 
 # %% ../../nbs/recipes/pr2135.ipynb #7e6b4ab2
 @dataclass

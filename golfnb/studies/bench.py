@@ -36,25 +36,25 @@ import torch.cuda.nccl
 import torch.distributed as dist
 
 from .. import __version__
-from ..adapters import AdapterSettings, score_documents
-from ..bpb import ByteTable
-from ..evaluate import plain_loss, sliding_loss
+from ..score.adapters import AdapterSettings, score_documents
+from ..text.bpb import ByteTable
+from ..score.evaluate import plain_loss, sliding_loss
 from ..tools.joiner import END_WITH_TORCHRUN
 from ..tools.launcher import (checkout_commit, free_cores, python_module, run_ranks, safe_environment,
                                    this_golfnb, usable_cores)
-from ..model import named_state
-from ..parallel_muon import Ranks
-from ..plan import read_machine_model
-from ..quantize import QuantSettings
+from ..model.golf import named_state
+from ..model.engine import Ranks
+from ..model.plan import read_machine_model
+from ..file.quantize import QuantSettings
 from ..recipes import pr549
-from .. import run as core
-from ..run import device_name
+from ..run import run as core
+from ..run.run import device_name
 from ..settings import GolfError, one_spelling, published_words
-from ..shards import BOS_ID, atomic_write, find_shards, matching_shards, write_shard
+from ..text.shards import BOS_ID, atomic_write, find_shards, matching_shards, write_shard
 from .variants import ProgramSettings, Variant, read_variant
 from ..tools.programs import DEFAULT_RECIPE, RECIPES, recipe_program
-from ..train import RunLog, Trainer, lr_schedule, micro_batches, momentum_schedule, rehearse, undone
-from ..ttt import TttSettings
+from ..run.train import RunLog, Trainer, lr_schedule, micro_batches, momentum_schedule, rehearse, undone
+from ..score.ttt import TttSettings
 from ..tools.guard import guarded_rank
 
 # %% ../../nbs/studies/30_bench.ipynb #afd7d2be

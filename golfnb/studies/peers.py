@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from .. import ParallelMuon
 from ..muon.newton_schulz import newton_schulz, newton_schulz_flops
-from ..parallel_muon import Ranks
+from ..model.engine import Ranks
 from ..settings import GolfError
 from .bench import BenchJob, Marks, run_rounds, slowest_rank, wait_for
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..settings import GolfError
-from ..shards import atomic_write
+from ..text.shards import atomic_write
 from .lab import notebook_dir
 
 # %% ../../nbs/tools/26c_check.ipynb #9446a2e5

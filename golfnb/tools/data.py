@@ -37,9 +37,9 @@ import sentencepiece as spm
 import torch
 from tqdm import tqdm
 
-from ..bpb import ByteTable, byte_table, document_mark, encode_text, load_tokenizer, target_bytes, tokenizer_hash
+from ..text.bpb import ByteTable, byte_table, document_mark, encode_text, load_tokenizer, target_bytes, tokenizer_hash
 from ..settings import GolfError
-from ..shards import (BOS_ID, ShardWriter, atomic_write, check_marks, find_shards, open_shard, read_header,
+from ..text.shards import (BOS_ID, ShardWriter, atomic_write, check_marks, find_shards, open_shard, read_header,
                            shard_name)
 
 # %% ../../nbs/tools/20_data.ipynb #1f2c0139

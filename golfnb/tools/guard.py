@@ -30,17 +30,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..bpb import load_tokenizer, tokenizer_hash
+from ..text.bpb import load_tokenizer, tokenizer_hash
 from ..settings import GolfError
 from .launcher import MEMORY_GONE, lacks_memory
-from ..shards import HEADER_BYTES, check_disjoint, find_shards, read_header, shard_file, shard_name
+from ..text.shards import HEADER_BYTES, check_disjoint, find_shards, read_header, shard_file, shard_name
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
-    from golfnb.loader import LoaderSettings
-    from golfnb.model import ModelSettings
-    from golfnb.parallel_muon import Ranks
-    from golfnb.run import Run, RunSettings
-    from golfnb.train import Trainer, TrainSettings
+    from golfnb.text.loader import LoaderSettings
+    from golfnb.model.golf import ModelSettings
+    from golfnb.model.engine import Ranks
+    from golfnb.run.run import Run, RunSettings
+    from golfnb.run.train import Trainer, TrainSettings
 
     class ProgramSettings(RunSettings, LoaderSettings, ModelSettings, TrainSettings):
         "What the settings of every program have, of what is asked here."
@@ -267,7 +267,7 @@ def share_of_initial_weights(averages: Collection[str], decay: float, steps: flo
 
 # %% ../../nbs/tools/21b_guard.ipynb #b21e0002
 class Watcher:
-    "What hangs on a run and does nothing: `golfnb.train.Extra` once more, since a script has its own."
+    "What hangs on a run and does nothing: `golfnb.run.train.Extra` once more, since a script has its own."
 
     def before_training(self, t: "Trainer"): "As in `Extra`."
     def after_step(self, t: "Trainer"): "As in `Extra`."
@@ -410,7 +410,7 @@ def end_own(error: BaseException, files: dict[str, tuple[str, str]]) -> None:
 def guarded_rank(core: ModuleType, work: Callable, timeout_s: float = 60.0) -> None:
     """Start the ranks, call `work(ranks)`, stop them. What it returns or raises is said in one sentence.
 
-    `core` has `start_ranks`, `stop_ranks` and `GolfError`: golfnb.run, or a script as a module. Returns if
+    `core` has `start_ranks`, `stop_ranks` and `GolfError`: golfnb.run.run, or a script as a module. Returns if
     `work` returned nothing; else the process ends. An error that no one expected keeps its traceback, and the
     sentence says whose line it was.
     """

@@ -33,18 +33,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..adapters import adapter_rules, document_spans, slot_plan
-from ..artifact import container_header, read_meta
-from ..bpb import ByteTable, bits_per_byte, byte_table, document_mark, target_bytes
-from ..evaluate import share_of, window_batches, windows
-from ..layers import softcap
-from ..parallel_muon import Ranks, start_ranks, stop_ranks
+from ..score.adapters import adapter_rules, document_spans, slot_plan
+from ..file.artifact import container_header, read_meta
+from ..text.bpb import ByteTable, bits_per_byte, byte_table, document_mark, target_bytes
+from ..score.evaluate import share_of, window_batches, windows
+from ..model.layers import softcap
+from ..model.engine import Ranks, start_ranks, stop_ranks
 from ..settings import GolfError, printable, read_json, require
-from ..shards import check_marks, find_shards, open_shard, read_header, read_tokens, val_tokens
+from ..text.shards import check_marks, find_shards, open_shard, read_header, read_tokens, val_tokens
 from .checkpoint import DRILL_CLOCK
 from .joiner import own_files
 from .launcher import python_module
-from ..ttt import audit_files, chunk_windows, finding
+from ..score.ttt import audit_files, chunk_windows, finding
 
 # %% ../../nbs/tools/28b_judge.ipynb #bfc11e13
 KINDS = ("bfloat16", "float16", "float32", "float64", "int64")  # of the numbers in a message
@@ -189,7 +189,7 @@ def way_to_adapt(program: ModuleType) -> str:
 def answer_facts(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
     "The settings, and how the program adapts."
     adapts = ADAPTS[way_to_adapt(judged.program)]
-    device = import_module("golfnb.run").device_name(judged.ranks)
+    device = import_module("golfnb.run.run").device_name(judged.ranks)
     send(connection, {"settings": asdict(judged.settings), "adapts": adapts, "device": device})
 
 # %% ../../nbs/tools/28b_judge.ipynb #e1fe18ee
@@ -215,7 +215,7 @@ def shown_stream(judged: Judged, words: dict) -> tuple[Tensor, Callable]:
 
 def child_table(judged: Judged) -> ByteTable:
     "The bytes of the tokens, on the model's device."
-    sp = import_module("golfnb.bpb").load_tokenizer(judged.tokenizer)
+    sp = import_module("golfnb.text.bpb").load_tokenizer(judged.tokenizer)
     return byte_table(sp).to(judged.ranks.device)
 
 
@@ -238,7 +238,7 @@ def answer_adapt(judged: Judged, connection: Connection, words: dict, arrays: li
 # %% ../../nbs/tools/28b_judge.ipynb #dafa5c01
 def answer_documents(judged: Judged, connection: Connection, words: dict, arrays: list) -> None:
     "Adapters for each document, on a stream that the judge reveals; a chunk's logits go to the judge before it is learnt."
-    adapters = import_module("golfnb.adapters")
+    adapters = import_module("golfnb.score.adapters")
     model, s, ranks = judged.model, judged.settings, judged.ranks
     tokens, refresh = shown_stream(judged, words)
     step, logits_of = adapters.adapted_step(model, s), adapters.adapted_logits(model, s)
@@ -267,7 +267,7 @@ def without_gradient(model: Any, own: dict) -> list[str]:
     def gradients(params: dict) -> dict:
         return {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in params.items()}
 
-    published_views = import_module("golfnb.model").published_views
+    published_views = import_module("golfnb.model.golf").published_views
     views = published_views(model, gradients(own["bank"]), gradients(own["table"] | own["scalar"]))
     return sorted(name for name, view in views.items() if not view.any())
 
@@ -278,9 +278,9 @@ def answer_train(judged: Judged, connection: Connection, words: dict, arrays: li
     s = report.run_settings(judged.program, judged.file, read_meta(judged.file))
     s.data_path, s.tokenizer_path = words["data"], str(judged.tokenizer)
     s.compile_model = False
-    run = import_module("golfnb.run").open_run(s, judged.ranks, b"", Path(words["folder"]), quiet=True)
+    run = import_module("golfnb.run.run").open_run(s, judged.ranks, b"", Path(words["folder"]), quiet=True)
     parts = judged.program.build(s, judged.ranks)
-    import_module("golfnb.model").load_named(parts.model, judged.state)
+    import_module("golfnb.model.golf").load_named(parts.model, judged.state)
     rows = []
     with judged.program.data(run) as batches:
         for number in range(words["batches"]):
@@ -1410,7 +1410,7 @@ def write_judgment(asked: Asked, say: Callable[[str], object] = print) -> int:
     facts = {"artifact": asked.file.name, "artifact_sha256": sha256(asked.file),
              "tokenizer_sha256": meta.get("tokenizer_sha256")}
     path = asked.file.with_suffix(".audit.json")
-    import_module("golfnb.shards").atomic_write(path, json.dumps(facts | found, indent=1) + "\n")
+    import_module("golfnb.text.shards").atomic_write(path, json.dumps(facts | found, indent=1) + "\n")
     verdict = "legal, every condition holds" if found["legal"] else "NOT legal"
     notes = ["; training files were not compared (--train)"] * (not asked.train)
     notes += ["; no log and summary of this score lie beside it, nothing was compared"] * (not found["compared"])

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..settings import GolfError
 from .launcher import package_dir
-from ..shards import atomic_write
+from ..text.shards import atomic_write
 
 # %% ../../nbs/tools/26_lab.ipynb #5f3cde37
 def notebook_dir() -> Path:

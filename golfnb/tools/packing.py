@@ -14,7 +14,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 from golfnb.settings import GolfError, printable
-from ..artifact import (
+from ..file.artifact import (
     CODECS,
     artifact_ledger,
     container_header,
@@ -25,9 +25,9 @@ from ..artifact import (
     pack_bytes,
     section_rows,
 )
-from golfnb.model import load_named, take_order
-from golfnb.parallel_muon import start_ranks
-from ..quantize import (
+from golfnb.model.golf import load_named, take_order
+from golfnb.model.engine import start_ranks
+from ..file.quantize import (
     Gptq,
     Nearest,
     NothingFits,
@@ -37,12 +37,12 @@ from ..quantize import (
     quantize_state,
     shared_out,
 )
-from golfnb.run import count_tokens
-from golfnb.shards import atomic_write, find_shards
+from golfnb.run.run import count_tokens
+from golfnb.text.shards import atomic_write, find_shards
 from golfnb.tools.report import built, program_of, run_settings, run_table
 from golfnb.tools.scoring import check_cut_by, next_score, settings_source
 from golfnb.tools.watch import Bar
-from golfnb.trellis_file import HIGH, trellis_names
+from golfnb.file.trellis_file import HIGH, trellis_names
 
 # %% ../../nbs/tools/22c_packing.ipynb #1e0a8ba0
 class OverBudget(GolfError):

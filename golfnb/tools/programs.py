@@ -39,7 +39,7 @@ from ..settings import (
     published_words,
     read_settings,
 )
-from golfnb.shards import atomic_write
+from golfnb.text.shards import atomic_write
 from golfnb.tools.joiner import START, OwnFile, join_program, own_files, pack_program, program_module
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2005
@@ -273,7 +273,7 @@ def named_program(words: list[str], recipe: str | None = None) -> tuple:
 # %% ../../nbs/tools/20c_programs.ipynb #d69e0efa
 def adapter_names() -> list[str]:
     "The settings of chapter 13b, which no recipe has."
-    from golfnb.adapters import AdapterSettings  # which imports torch
+    from golfnb.score.adapters import AdapterSettings  # which imports torch
 
     return [spec.name.upper() for spec in fields(AdapterSettings)]
 
@@ -345,7 +345,7 @@ def copied_program(recipe: str, name: str) -> str:
     return program_source(recipe).replace(f'recipe="{recipe}"', f'recipe="{name}"', 1)
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2021
-OWN_START = """from golfnb.run import start
+OWN_START = """from golfnb.run.run import start
 
 PROGRAM_SHA256 = "{sha256}"
 

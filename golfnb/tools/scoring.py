@@ -18,13 +18,13 @@ import torch
 
 from golfnb import settings
 from golfnb.settings import GolfError, printable
-from golfnb.adapters import AdapterSettings, score_documents
-from golfnb.artifact import read_meta
-from golfnb.bpb import byte_table, document_mark
-from golfnb.evaluate import sliding_loss
-from golfnb.parallel_muon import Ranks
-from golfnb.run import weight_dtype
-from golfnb.shards import bytes_note, check_marks, find_shards, left_out, val_tokens
+from golfnb.score.adapters import AdapterSettings, score_documents
+from golfnb.file.artifact import read_meta
+from golfnb.text.bpb import byte_table, document_mark
+from golfnb.score.evaluate import sliding_loss
+from golfnb.model.engine import Ranks
+from golfnb.run.run import weight_dtype
+from golfnb.text.shards import bytes_note, check_marks, find_shards, left_out, val_tokens
 from golfnb.tools.guard import check_shards
 from golfnb.tools.judge import Asked, write_judgment
 from golfnb.tools.launcher import this_command
@@ -47,7 +47,7 @@ from .report import (
     tokenizer_of,
 )
 from golfnb.tools.watch import Bar
-from golfnb.train import compiled
+from golfnb.run.train import compiled
 
 # %% ../../nbs/tools/22d_scoring.ipynb #1f530ef4
 def scoring_words(program, s, ttt: bool) -> dict[str, str]:

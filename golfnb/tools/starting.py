@@ -18,10 +18,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from golfnb.settings import GolfError
-from golfnb.artifact import check_codec
-from golfnb.bpb import tokenizer_hash
+from golfnb.file.artifact import check_codec
+from golfnb.text.bpb import tokenizer_hash
 from golfnb.settings import KEEPING
-from golfnb.shards import atomic_write
+from golfnb.text.shards import atomic_write
 from .checkpoint import (
     MAY_DIFFER,
     clear_checkpoints,

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from ..artifact import ARTIFACT_CAP
+from ..file.artifact import ARTIFACT_CAP
 from ..studies.bench import PUBLISHED_TARGETS, settings_diff
 from .report import other_file, read_file
 from ..settings import GolfError, printable, reading

@@ -15,7 +15,7 @@ from golfnb.tools.cli import OWN_PROGRAM, arg, command
 @command("artifact inspect", "header and bytes per part of an artifact; needs no tokenizer",
          arg("file", metavar="FILE"))
 def artifact_inspect_command(args) -> int:
-    from golfnb.artifact import ARTIFACT_CAP, container_header, section_rows
+    from golfnb.file.artifact import ARTIFACT_CAP, container_header, section_rows
     from golfnb.tools.packing import print_ledger, trellis_lines
 
     header = container_header(args.file)
@@ -40,7 +40,7 @@ def artifact_inspect_command(args) -> int:
 @command("artifact export", "write the weights, dequantized, as safetensors with their published names",
          arg("file", metavar="FILE"), arg("out", metavar="OUT.safetensors"), OWN_PROGRAM)
 def artifact_export_command(args) -> int:
-    from golfnb.artifact import export_safetensors
+    from golfnb.file.artifact import export_safetensors
     from golfnb.tools.guard import check_output
     from golfnb.tools.packing import codecs_for
 
@@ -53,7 +53,7 @@ def artifact_export_command(args) -> int:
 @command("artifact import", "read exported weights back into a container, unquantized",
          arg("file", metavar="FILE.safetensors"), arg("out", metavar="OUT"))
 def artifact_import_command(args) -> int:
-    from golfnb.artifact import import_safetensors
+    from golfnb.file.artifact import import_safetensors
     from golfnb.tools.guard import check_output
 
     check_output(args.out, "golfnb container", args.file)

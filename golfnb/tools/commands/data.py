@@ -89,7 +89,7 @@ def data_recut_command(args) -> int:
 # %% ../../../nbs/commands/golfnb_data.ipynb #7de958c4
 def manifest_shards(folder: Path, tokenizer: str | None) -> list[dict]:
     "The shards that a manifest in a folder names, once they are checked; [] where there is none."
-    from golfnb.bpb import tokenizer_hash
+    from golfnb.text.bpb import tokenizer_hash
     from golfnb.tools.guard import check_manifest
     from golfnb.tools.report import read_file
 
@@ -103,7 +103,7 @@ def manifest_shards(folder: Path, tokenizer: str | None) -> list[dict]:
 
 def listed_shards(path: Path) -> list[Path]:
     "The shards of a directory, or the one file."
-    from golfnb.shards import find_shards, left_out
+    from golfnb.text.shards import find_shards, left_out
 
     if path.is_dir():
         note = left_out(path / "*.bin")
@@ -123,8 +123,8 @@ def inspected(fact) -> str:
 @command("data inspect", "header, token range and documents of shards; overlap where both sides are there",
          arg("files", nargs="+", metavar="FILE", help="shards, or directories of shards"), TOKENIZER)
 def data_inspect_command(args) -> int:
-    from golfnb.bpb import load_tokenizer
-    from golfnb.shards import shard_name
+    from golfnb.text.bpb import load_tokenizer
+    from golfnb.text.shards import shard_name
     from golfnb.tools.data import count_overlap, inspect_shard
 
     sp = load_tokenizer(args.tokenizer) if args.tokenizer else None

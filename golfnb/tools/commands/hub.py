@@ -16,7 +16,7 @@ from golfnb.tools.cli import OWN_PROGRAM, arg, command
          arg("-o", dest="output", type=Path, metavar="FOLDER", help="must not exist (default: hub-RUN)"),
          arg("--tokenizer", metavar="MODEL", help="a SentencePiece model (default: the run's)"), OWN_PROGRAM)
 def hub_command(args) -> int:
-    from golfnb.artifact import CODECS
+    from golfnb.file.artifact import CODECS
     from golfnb.tools.hub import make_folder
     from golfnb.tools.packing import codecs_for
     from golfnb.tools.report import read_file

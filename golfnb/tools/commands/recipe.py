@@ -29,7 +29,7 @@ def recipe_show_command(args) -> int:
 @command("recipe copy", "begin a recipe of your own with a copy", arg("name", metavar="NAME"),
          arg("file", metavar="mine.py", type=Path))
 def recipe_copy_command(args) -> int:
-    from golfnb.shards import atomic_write
+    from golfnb.text.shards import atomic_write
     from golfnb.tools.launcher import this_command
     from golfnb.tools.programs import copied_program
 

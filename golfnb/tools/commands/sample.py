@@ -14,7 +14,7 @@ from golfnb.tools.cli import OWN_PROGRAM, RUN, TOKENIZER, arg, command, count, n
 # %% ../../../nbs/commands/golfnb_sample.ipynb #4752a93a
 def note_settings(program: str | None, *paths: str) -> None:
     "Say of files of a program of one's own where the run's settings are not at hand."
-    from golfnb.artifact import read_meta
+    from golfnb.file.artifact import read_meta
     from golfnb.tools.report import find_artifact, run_config
     from golfnb.tools.scoring import settings_source
 

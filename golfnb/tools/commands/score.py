@@ -22,7 +22,7 @@ from golfnb.tools.cli import OWN_PROGRAM, RUN, SETTINGS, TOKENIZER, arg, command
          arg("--train", metavar="GLOB", help="training shards that the audit compares (default: the run's)"),
          SETTINGS)
 def score_command(args) -> int:
-    from golfnb.parallel_muon import start_ranks, stop_ranks
+    from golfnb.model.engine import start_ranks, stop_ranks
     from golfnb.studies.bench import launch_module
     from golfnb.tools.guard import check_output
     from golfnb.tools.judge import Asked

@@ -18,7 +18,7 @@ from golfnb.tools.cli import arg, command
          arg("--pack", action="store_true", help="without comments and docstrings, compressed"),
          arg("-o", dest="output", metavar="FILE", required=True, help="where to write it; missing directories are made"))
 def script_command(args) -> int:
-    from golfnb.artifact import check_names
+    from golfnb.file.artifact import check_names
     from golfnb.tools.guard import check_output
     from golfnb.tools.programs import named_program, program_path, write_script
 

@@ -1,7 +1,7 @@
 """Hidden tests of lesson 3: a block."""
 import torch
 
-from golfnb.layers import attend as right_attend
+from golfnb.model.layers import attend as right_attend
 from golfnb.tools.check import Score
 
 

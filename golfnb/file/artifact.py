@@ -274,7 +274,7 @@ def seal(header: bytes, payload: bytes) -> bytes:
 def refuse_word(codec) -> None:
     "Raise GolfError for the name of a codec where the codec itself is wanted."
     require(not isinstance(codec, str),
-            f"a codec must be an object of golfnb.artifact, found the word {codec!r}: give Plain() "
+            f"a codec must be an object of golfnb.file.artifact, found the word {codec!r}: give Plain() "
             "for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
 
 # %% ../nbs/story/11b_artifact.ipynb #7c4b035c
@@ -449,7 +449,7 @@ def check_values(name: str, p: Packed) -> None:
 def check_names(codec: Plain) -> None:
     "Raise GolfError for what is no codec, and for one that takes the name of another in CODECS."
     if not isinstance(codec, Plain):
-        raise GolfError("a codec must be an object whose class derives from golfnb.artifact.Plain, "
+        raise GolfError("a codec must be an object whose class derives from golfnb.file.artifact.Plain, "
                         f"found {codec!r:.60}: write CODEC = Best(), or one of your own")
     named = codec.known()
     right = isinstance(named, dict) and all(isinstance(part, Plain) for part in named.values())
