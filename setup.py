@@ -6,6 +6,7 @@ from pathlib import Path
 from setuptools import setup
 
 HERE = Path(__file__).parent
+FOLDERS = sorted(".".join(path.parent.relative_to(HERE / "golfnb").parts) for path in HERE.glob("golfnb/*/**/__init__.py"))
 ini = ConfigParser(delimiters=["="])
 ini.read(HERE / "settings.ini")
 cfg = ini["DEFAULT"]
@@ -45,7 +46,7 @@ setup(
     ],
     long_description=long_description(),
     long_description_content_type="text/markdown",
-    packages=["golfnb", "golfnb.muon", "golfnb.nbs", "golfnb.recipes", "golfnb.studies", "golfnb.tools", "golfnb.tools.commands"],
+    packages=["golfnb", *(f"golfnb.{name}" for name in FOLDERS), "golfnb.nbs"],
     package_dir={"golfnb.nbs": "nbs"},
     package_data={
         "golfnb": ["py.typed", "prose.json", "prose/*/*.txt"],

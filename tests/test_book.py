@@ -103,7 +103,7 @@ def test_no_name_of_ours_stands_in_code_type_without_a_link(site):
 
 def test_a_definition_is_an_anchor_and_leads_to_the_api(site):
     page = text(site, "03_layers")
-    assert re.search(r'<a class="golf-def" id="rms_norm" href="api/layers.html#golfnb.model.layers.rms_norm">rms_norm</a>', page)
+    assert re.search(r'<a class="golf-def" id="rms_norm" href="api/model.layers.html#golfnb.model.layers.rms_norm">rms_norm</a>', page)
     assert 'class="golf-use" href="#rms_norm"' in page and 'href="03_layers.html#' in text(site, "05c_golf")
 
 
@@ -139,8 +139,8 @@ def test_links_fall_on_their_names_and_long_lines_under_their_own_beginning():
 def test_prose_names_resolve():
     assert names.place_of("rms_norm") == names.place_of("rms_norm(x, y)") == names.place_of("golfnb.model.layers.rms_norm") == "03_layers.html#rms_norm"
     assert names.place_of("MATRIX_LR=0.1") == names.place_of("cfg.matrix_lr") == "settings.html#envvar-MATRIX_LR"
-    assert names.place_of("Loader.rewind") == names.place_of("rewind()", "02b_loader") == "api/loader.html#golfnb.text.loader.Loader.rewind"
-    assert names.place_of("golfnb.model.layers") == "api/layers.html"
+    assert names.place_of("Loader.rewind") == names.place_of("rewind()", "02b_loader") == "api/text.loader.html#golfnb.text.loader.Loader.rewind"
+    assert names.place_of("golfnb.model.layers") == "api/model.layers.html"
     assert names.place_of("print") is names.place_of("rms_norm = 3") is names.place_of("x.rms_norm") is names.place_of("rewind()", "05c_golf") is None
 
 

@@ -475,7 +475,7 @@ def test_train_help_lists_every_setting_once_with_its_chapter(tmp_path):
     done = golfnb("train", "--help", cwd=tmp_path)
     for name in every_setting():
         assert len(re.findall(rf"^  {name.upper()}=", done.stdout, re.M)) == 1, name
-    assert re.search(r"^loader \(LoaderSettings\)\n(  .*\n)*  TRAIN_BATCH_TOKENS=", help_text("train"), re.M) and "golf" in help_text("train")
+    assert re.search(r"^text.loader \(LoaderSettings\)\n(  .*\n)*  TRAIN_BATCH_TOKENS=", help_text("train"), re.M) and "golf" in help_text("train")
 
 
 def test_doctor_ends_with_a_verdict(tmp_path):

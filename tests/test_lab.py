@@ -129,6 +129,7 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "studies")
 
 
+MODULES = {"story/03_layers": "model.layers", "story/09_kernels": "model.kernels", "studies/30_bench": "studies.bench", "studies/32_timing": "studies.timing", "studies/34_baselines": "studies.baselines"}
 DRAWN = {"story/03_layers": ["attention"], "story/09_kernels": ["kernels"], "studies/30_bench": ["step", "phases"], "studies/32_timing": ["kernels", "attention", "scaling"], "studies/34_baselines": ["optimizer"], "studies/39_study_plans": ["optimizer"]}
 
 
@@ -144,7 +145,7 @@ def test_a_chapter_shows_this_machine_beside_the_kept_one(stem, lab, capsys, mon
         Path(f"../results/here/{what}_abacus_1.json").write_text(json.dumps(kept))
     monkeypatch.setattr("IPython.display.display", lambda table: None)
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # a chapter sets it: not for the tests that come after
-    names = {**vars(import_module("golfnb." + "studies." * stem.startswith("studies/") + stem.split("_", 1)[1]) if "study" not in stem else bench), "LADDER": ["per matrix", "banked"]}
+    names = {**vars(import_module(f"golfnb.{MODULES[stem]}") if "study" not in stem else bench), "LADDER": ["per matrix", "banked"]}
     for cell in json.loads(Path(f"../{stem}.ipynb").read_text())["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "code" and "#| export" not in source and re.search(r"#\| hide\n(?:import|from)|\bHERE\b|\bhere\(|results/here|def shown", source):

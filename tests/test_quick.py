@@ -10,13 +10,13 @@ from quick import BROAD, changed_paths, closing_line, select
 FILES = {
     "golfnb/__init__.py": "",
     "golfnb/settings.py": "import json\n",
-    "golfnb/run/average.py": "from .settings import setting\n",
-    "golfnb/run/train.py": "from .averaging import Ema\n",
+    "golfnb/run/average.py": "from ..settings import setting\n",
+    "golfnb/run/train.py": "from .average import Ema\n",
     "golfnb/tools/cli.py": "def train():\n    from ..run.train import train\n",
     "golfnb/tools/play.py": "from golfnb.run import train\n",
     "tests/tiny.py": "import golfnb.settings\n",
-    "tests/test_averaging.py": "from golfnb.run.average import Ema\n",
-    "tests/test_train.py": "from tiny import TINY\nfrom golfnb import train\n",
+    "tests/test_average.py": "from golfnb.run.average import Ema\n",
+    "tests/test_train.py": "from tiny import TINY\nfrom golfnb.run import train\n",
     "tests/test_cli.py": "import golfnb.tools.cli as cli\n",
     "tests/test_play.py": "def test():\n    from golfnb.tools.play import play\n",
     "tests/test_book.py": "import re\n",
@@ -47,10 +47,10 @@ def chosen(tree: Path, *changed: str | Path, slow=(), broad=()) -> tuple[list[st
 
 
 @pytest.mark.parametrize("changed, tests", [
-    ("golfnb/run/average.py", ["test_averaging", "test_train"]),
+    ("golfnb/run/average.py", ["test_average", "test_train"]),
     ("golfnb/run/train.py", ["test_cli", "test_play", "test_train"]),
     ("golfnb/tools/cli.py", ["test_cli"]),
-    ("golfnb/settings.py", ["test_averaging"]),
+    ("golfnb/settings.py", ["test_average"]),
     ("golfnb/removed.py", []),
     ("tests/tiny.py", ["test_train"]),
     ("tests/test_book.py", ["test_book"]),
@@ -81,7 +81,7 @@ def test_notebooks_that_use_what_changed_run_too_as_far_as_time_allows(tree):
     "A page may be stale though nothing in it changed: it runs, or is named as left out."
     own = page(tree, "own.ipynb", "from golfnb.tools.cli import main", 45)
     long = page(tree, "start.ipynb", "import golfnb.tools.cli", 80)
-    chapter = page(tree, "story/08_average.ipynb", "from golfnb.settings import setting", 5, "averaging")
+    chapter = page(tree, "story/08_average.ipynb", "from golfnb.settings import setting", 5, "run.average")
     page(tree, "other.ipynb", "import numpy", 5)
     found = select(tree, [Path("golfnb/settings.py")], ())
     assert found.notebooks == [own, chapter] and found.left_out == [long]

@@ -12,15 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..file.artifact import ArtifactSettings, Lzma, unpack_bytes
-from ..run.average import Ema
-from ..score.evaluate import EvalSettings
-from ..model.kernels import fuse
-from ..model.layout import bank_per_shape
-from ..text.loader import Loader, LoaderSettings, SequentialSampler, grad_accum
-from ..model.golf import Golf, ModelSettings, WeightedSkips, init_model, load_named
-from ..muon.jit import usable_kernels
-from ..muon.newton_schulz import quintic
-from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
 from ..file.quantize import (
     Gptq,
     QuantSettings,
@@ -29,6 +20,13 @@ from ..file.quantize import (
     quantize_state,
     shared_out,
 )
+from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
+from ..model.golf import Golf, ModelSettings, WeightedSkips, init_model, load_named
+from ..model.kernels import fuse
+from ..model.layout import bank_per_shape
+from ..muon.jit import usable_kernels
+from ..muon.newton_schulz import quintic
+from ..run.average import Ema
 from ..run.run import (
     Run,
     RunSettings,
@@ -41,6 +39,8 @@ from ..run.run import (
     weight_dtype,
 )
 from ..run.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
+from ..score.evaluate import EvalSettings
+from ..text.loader import Loader, LoaderSettings, SequentialSampler, grad_accum
 
 # %% ../../nbs/recipes/pr1060.ipynb #a0d06006
 @dataclass

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..file.artifact import ArtifactSettings, Quick, unpack_bytes
-from ..run.average import Ema
+from ..file.quantize import QuantSettings
+from ..file.trellis_file import dequantize_trellis
 from ..model.bank_rule import BankRule
-from ..score.evaluate import plain_loss
+from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Ranks
 from ..model.frontier import (
     Frontier,
     FrontierSettings,
@@ -23,14 +24,12 @@ from ..model.frontier import (
     in_order_of,
     stream_loss,
 )
+from ..model.golf import WeightedSkips, init_model, load_named
 from ..model.kernels import fuse, softcap_loss_with
 from ..model.layout import mlp_in_one_bank
-from ..text.loader import Loader, LoaderSettings, grad_accum
-from ..model.golf import WeightedSkips, init_model, load_named
 from ..muon.jit import usable_kernels
 from ..muon.rules import MuonEqRule
-from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Ranks
-from ..file.quantize import QuantSettings
+from ..run.average import Ema
 from ..run.run import (
     Run,
     RunSettings,
@@ -43,9 +42,6 @@ from ..run.run import (
     train_and_average,
     weight_dtype,
 )
-from ..settings import require, setting
-from ..text.shards import BOS_ID
-from ..text.spans import SpanSampler
 from ..run.train import (
     Extra,
     FlooredSettings,
@@ -54,8 +50,12 @@ from ..run.train import (
     micro_batches,
     momentum_schedule,
 )
-from ..file.trellis_file import dequantize_trellis
+from ..score.evaluate import plain_loss
 from ..score.ttt import TttSettings, score_first
+from ..settings import require, setting
+from ..text.loader import Loader, LoaderSettings, grad_accum
+from ..text.shards import BOS_ID
+from ..text.spans import SpanSampler
 
 # %% ../../nbs/recipes/pr2135.ipynb #7e6b4ab2
 @dataclass

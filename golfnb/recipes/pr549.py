@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..file.artifact import ArtifactSettings, Lzma, unpack_bytes
-from ..run.average import Ema
+from ..file.quantize import dequantize_state, quantize_state
+from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
+from ..model.golf import Golf, ModelSettings, WeightedSkips, init_model, load_named
 from ..model.kernels import fuse
 from ..model.layout import bank_per_shape
-from ..text.loader import Loader, LoaderSettings, SequentialSampler, grad_accum
-from ..model.golf import Golf, ModelSettings, WeightedSkips, init_model, load_named
 from ..muon.jit import usable_kernels
 from ..muon.newton_schulz import quintic
-from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
-from ..file.quantize import dequantize_state, quantize_state
+from ..run.average import Ema
 from ..run.run import (
     Run,
     RunSettings,
@@ -31,6 +30,7 @@ from ..run.run import (
 )
 from ..run.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
 from ..score.ttt import TttSettings, score_first
+from ..text.loader import Loader, LoaderSettings, SequentialSampler, grad_accum
 
 # %% ../../nbs/recipes/pr549.ipynb #a0d54906
 @dataclass

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..file.artifact import ArtifactSettings, Quick, unpack_bytes
-from ..run.average import Ema
-from ..model.bank_rule import BankRule
 from ..file.grid import GridProjector
+from ..file.quantize import QuantSettings
+from ..file.trellis_file import dequantize_trellis
+from ..model.bank_rule import BankRule
+from ..model.engine import AdamW, ClipMean, Engine, EngineSettings, Ranks
+from ..model.golf import Golf, ModelSettings, SigmoidSkips, init_model, load_named
 from ..model.kernels import fuse
 from ..model.layout import mlp_in_one_bank
-from ..text.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
-from ..model.golf import Golf, ModelSettings, SigmoidSkips, init_model, load_named
 from ..muon.jit import usable_kernels
 from ..muon.rules import NorMuonRule
-from ..model.engine import AdamW, ClipMean, Engine, EngineSettings, Ranks
-from ..file.quantize import QuantSettings
+from ..run.average import Ema
 from ..run.run import (
     Run,
     RunSettings,
@@ -36,8 +36,8 @@ from ..run.run import (
     weight_dtype,
 )
 from ..run.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
-from ..file.trellis_file import dequantize_trellis
 from ..score.ttt import TttSettings, score_first
+from ..text.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 
 # %% ../../nbs/recipes/wide.ipynb #a0d00906
 @dataclass
