@@ -14,6 +14,8 @@ FRONT = {"start": "index", "index": "readme"}  # notebooks whose page has anothe
 LOOK_UP = ("settings", "published", "rely", "tried", "negative", "glossary", "contributing", "api/index")
 MARKS = {"export": "exported", "exports": "exported", "exporti": "exported", "code-fold": "hide-input", "hide_input": "remove-input"}  # directive -> tag of the site
 
+GUESSED = {"code_prompt_show": "Show what came", "code_prompt_hide": "Hide what came"}  # what a reader was to guess is folded
+
 
 def paths() -> dict[str, Path]:
     "Stem -> notebook: each stem is there once."
@@ -90,8 +92,10 @@ def as_page(stem: str) -> nbformat.NotebookNode:
             if "hide" in marks or "default_exp" in marks or not source.strip():
                 continue
             tags = [tag for mark, tag in MARKS.items() if marks.get(mark, "false") != "false"]
+            guessed = GUESSED if re.search(r"^compare\(", source, re.M) else {}
+            tags += ["hide-output"] * bool(guessed)
             image = {"image": {"alt": marks.get("fig-alt") or marks.get("fig-cap") or unnamed}}
-            cell.source, cell.metadata = source, {"tags": tags, "mystnb": image | ({"figure": {"caption": marks["fig-cap"]}} if "fig-cap" in marks else {})}
+            cell.source, cell.metadata = source, {"tags": tags, "mystnb": guessed | image | ({"figure": {"caption": marks["fig-cap"]}} if "fig-cap" in marks else {})}
         if cell.cell_type != "raw":
             cells.append(cell)
     if number(stem) is not None:

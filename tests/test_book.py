@@ -210,6 +210,11 @@ def test_a_picture_has_its_caption_under_it_and_its_code_folded(tmp_path, monkey
     assert re.search(r'<figure.*?<img alt="Loss in `nats` over steps."[^>]*/>.*?<figcaption>.*Loss in <code.*nats.*</figcaption>', page, re.S) and "Show the code" in page
 
 
+def test_what_was_to_be_guessed_is_folded(site):
+    page = (site / "lesson01_score.html").read_text()
+    assert re.search(r"<details[^>]*>\s*<summary[^>]*>(?:(?!</details>).)*Show what came(?:(?!</details>).)*you wrote no guess", page, re.S)
+
+
 def test_the_picture_style_can_be_seen_on_light_and_dark_and_goes_along_to_the_lab(tmp_path):
     def light(colour: str) -> float:
         parts = [int(colour[i:i + 2], 16) / 255 for i in (0, 2, 4)]
