@@ -39,9 +39,9 @@ def parts() -> list[tuple[str, list[str]]]:
     return [(title, [stem for stem, path in paths().items() if path.parent.name == folder]) for folder, title in PARTS.items()]
 
 
-def is_answer(stem: str) -> bool:
-    "Whether a page holds answers: its lesson leads to it, and nothing else."
-    return paths()[stem].parent.name == "answers"
+def is_aside(stem: str) -> bool:
+    "Whether only one page leads to a page: a lesson to its answers, the chapter of the command line to a command."
+    return paths()[stem].parent.name in ("answers", "commands")
 
 
 def title_of(nb: nbformat.NotebookNode) -> str:
@@ -103,7 +103,7 @@ def as_page(stem: str) -> nbformat.NotebookNode:
         first.source = re.sub(r"^# ", f"# {stem.split('_')[0]} ", first.source, count=1, flags=re.M)
     nb.cells = cells
     nb.metadata = {"kernelspec": {"display_name": "Python", "language": "python", "name": "python3"}, "language_info": {"name": "python", "pygments_lexer": "ipython3"}}
-    if is_answer(stem):
+    if is_aside(stem):
         nb.metadata["orphan"] = True
     return nb
 

@@ -44,7 +44,7 @@ def test_every_notebook_and_every_module_has_a_page(site):
 def test_the_sidebar_names_every_chapter_and_marks_the_page(site):
     def marked(page: str) -> list[str]:
         sidebar = re.search(r'<nav class="bd-links.*?</nav>', text(site, page), re.S)[0]
-        assert len(re.findall("<li ", sidebar)) == len({"map", *(s for s in sources.stems() if not sources.is_answer(s)), *sources.LOOK_UP}) + len(names.modules())
+        assert len(re.findall("<li ", sidebar)) == len({"map", *(s for s in sources.stems() if not sources.is_aside(s)), *sources.LOOK_UP}) + len(names.modules())
         return re.findall(r'<li class="[^"]*current active[^"]*">\s*<a class="[^"]*" href="([^"]*)', sidebar)
 
     assert marked("index") == marked("03_layers") == marked("map") == ["#"] and marked("search") == []
