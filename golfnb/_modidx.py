@@ -3095,6 +3095,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                     'golfnb.tools.judge.without_gradient': ('tools/judge.html#without_gradient', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.write_judgment': ('tools/judge.html#write_judgment', 'golfnb/tools/judge.py')},
             'golfnb.tools.lab': { 'golfnb.tools.lab.as_copied': ('tools/lab.html#as_copied', 'golfnb/tools/lab.py'),
+                                  'golfnb.tools.lab.captions_below': ('tools/lab.html#captions_below', 'golfnb/tools/lab.py'),
                                   'golfnb.tools.lab.copy_notebooks': ('tools/lab.html#copy_notebooks', 'golfnb/tools/lab.py'),
                                   'golfnb.tools.lab.fold': ('tools/lab.html#fold', 'golfnb/tools/lab.py'),
                                   'golfnb.tools.lab.forget_outputs': ('tools/lab.html#forget_outputs', 'golfnb/tools/lab.py'),
