@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import setup
 
 HERE = Path(__file__).parent
-FOLDERS = sorted(path.parent.name for path in HERE.glob("golfnb/*/__init__.py"))
+FOLDERS = sorted(".".join(path.parent.relative_to(HERE / "golfnb").parts) for path in HERE.glob("golfnb/*/**/__init__.py"))
 ini = ConfigParser(delimiters=["="])
 ini.read(HERE / "settings.ini")
 cfg = ini["DEFAULT"]
@@ -52,7 +52,7 @@ setup(
         "golfnb": ["py.typed", "prose.json", "prose/*/*.txt"],
         "golfnb.muon": ["py.typed"],
         "golfnb.nbs": ["*.ipynb", "*.md", "*.mplstyle", "*/*.ipynb", "*/*.js", "*/*.json", "*/*.py", "*/*/*.py"],  # what `golfnb lab` copies
-        "golfnb.tools": ["*.html"],  # the page of `golfnb play`
+        "golfnb.tools": ["*.html", "helps/*.txt"],  # the page of `golfnb play`, lists of helps
     },
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),

@@ -141,8 +141,8 @@ def read_module(path: Path) -> Module:
 
 @cache
 def modules() -> dict[str, Module]:
-    "All modules that a chapter makes, in the order of the chapters; a recipe's program stands whole on its page."
-    paths = [p for p in sorted((ROOT / "golfnb").rglob("*.py")) if p.parent.name != "recipes"]
+    "All modules that a chapter makes, in the order of the chapters; a recipe's program and a command stand whole on their pages."
+    paths = [p for p in sorted((ROOT / "golfnb").rglob("*.py")) if p.parent.name not in ("recipes", "commands")]
     found = [read_module(p) for p in paths if p.name not in ("__init__.py", "__main__.py", "_modidx.py", "train_gpt.py")]
     return {m.name: m for m in sorted(found, key=lambda m: m.chapter)}
 

@@ -14,6 +14,8 @@ FRONT = {"start": "index", "index": "readme"}  # notebooks whose page has anothe
 LOOK_UP = ("settings", "published", "rely", "tried", "negative", "glossary", "contributing", "api/index")
 MARKS = {"export": "exported", "exports": "exported", "exporti": "exported", "code-fold": "hide-input", "hide_input": "remove-input"}  # directive -> tag of the site
 
+GUESSED = {"code_prompt_show": "Show what came", "code_prompt_hide": "Hide what came"}  # what a reader was to guess is folded
+
 
 def paths() -> dict[str, Path]:
     "Stem -> notebook: each stem is there once."
@@ -37,9 +39,9 @@ def parts() -> list[tuple[str, list[str]]]:
     return [(title, [stem for stem, path in paths().items() if path.parent.name == folder]) for folder, title in PARTS.items()]
 
 
-def is_answer(stem: str) -> bool:
-    "Whether a page holds answers: its lesson leads to it, and nothing else."
-    return paths()[stem].parent.name == "answers"
+def is_aside(stem: str) -> bool:
+    "Whether only one page leads to a page: a lesson to its answers, the chapter of the command line to a command."
+    return paths()[stem].parent.name in ("answers", "commands")
 
 
 def title_of(nb: nbformat.NotebookNode) -> str:
@@ -90,8 +92,10 @@ def as_page(stem: str) -> nbformat.NotebookNode:
             if "hide" in marks or "default_exp" in marks or not source.strip():
                 continue
             tags = [tag for mark, tag in MARKS.items() if marks.get(mark, "false") != "false"]
+            guessed = GUESSED if re.search(r"^compare\(", source, re.M) else {}
+            tags += ["hide-output"] * bool(guessed)
             image = {"image": {"alt": marks.get("fig-alt") or marks.get("fig-cap") or unnamed}}
-            cell.source, cell.metadata = source, {"tags": tags, "mystnb": image | ({"figure": {"caption": marks["fig-cap"]}} if "fig-cap" in marks else {})}
+            cell.source, cell.metadata = source, {"tags": tags, "mystnb": guessed | image | ({"figure": {"caption": marks["fig-cap"]}} if "fig-cap" in marks else {})}
         if cell.cell_type != "raw":
             cells.append(cell)
     if number(stem) is not None:
@@ -99,7 +103,7 @@ def as_page(stem: str) -> nbformat.NotebookNode:
         first.source = re.sub(r"^# ", f"# {stem.split('_')[0]} ", first.source, count=1, flags=re.M)
     nb.cells = cells
     nb.metadata = {"kernelspec": {"display_name": "Python", "language": "python", "name": "python3"}, "language_info": {"name": "python", "pygments_lexer": "ipython3"}}
-    if is_answer(stem):
+    if is_aside(stem):
         nb.metadata["orphan"] = True
     return nb
 

@@ -318,7 +318,7 @@ def test_compiled_for_each_kind_of_block(monkeypatch):
 def test_adapters_go_with_the_settings_of_every_recipe():
     "Also of one that has no settings of test-time training."
     from golfnb.score.adapters import AdapterSettings
-    from golfnb.tools.cli import with_adapters
+    from golfnb.tools.scoring import with_adapters
     from golfnb.tools.programs import RECIPES, find_program
 
     for recipe in RECIPES:

@@ -44,7 +44,7 @@ def test_every_notebook_and_every_module_has_a_page(site):
 def test_the_sidebar_names_every_chapter_and_marks_the_page(site):
     def marked(page: str) -> list[str]:
         sidebar = re.search(r'<nav class="bd-links.*?</nav>', text(site, page), re.S)[0]
-        assert len(re.findall("<li ", sidebar)) == len({"map", *(s for s in sources.stems() if not sources.is_answer(s)), *sources.LOOK_UP}) + len(names.modules())
+        assert len(re.findall("<li ", sidebar)) == len({"map", *(s for s in sources.stems() if not sources.is_aside(s)), *sources.LOOK_UP}) + len(names.modules())
         return re.findall(r'<li class="[^"]*current active[^"]*">\s*<a class="[^"]*" href="([^"]*)', sidebar)
 
     assert marked("index") == marked("03_layers") == marked("map") == ["#"] and marked("search") == []
@@ -208,6 +208,11 @@ def test_a_picture_has_its_caption_under_it_and_its_code_folded(tmp_path, monkey
     build.build(tmp_path)
     page = (tmp_path / "html.new" / "index.html").read_text()
     assert re.search(r'<figure.*?<img alt="Loss in `nats` over steps."[^>]*/>.*?<figcaption>.*Loss in <code.*nats.*</figcaption>', page, re.S) and "Show the code" in page
+
+
+def test_what_was_to_be_guessed_is_folded(site):
+    page = (site / "lesson01_score.html").read_text()
+    assert re.search(r"<details[^>]*>\s*<summary[^>]*>(?:(?!</details>).)*Show what came(?:(?!</details>).)*you wrote no guess", page, re.S)
 
 
 def test_the_picture_style_can_be_seen_on_light_and_dark_and_goes_along_to_the_lab(tmp_path):

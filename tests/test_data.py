@@ -565,7 +565,7 @@ def test_what_is_too_small_is_refused_by_the_build_with_the_number(tmp_path, mod
 
 
 def test_the_next_command_gives_the_vocabulary_and_leaves_long_scoring_out(docs):
-    from golfnb.tools.cli import next_training
+    from golfnb.tools.commands.data import next_training
 
     made = {"train": {"tokens": 400_000}, "val": {"tokens": 900_000}, "vocab_size": 512}
     assert next_training(made, "d", "m").endswith("VOCAB_SIZE=512 ITERATIONS=195 TTT_ENABLED=0")

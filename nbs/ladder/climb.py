@@ -97,8 +97,9 @@ def main() -> None:
     wins = first_win(record.samples)
     kinds = record.facts["wins with"].setdefault(wins.stem, {})
     for kind in INSTRUCTIONS:
-        kinds[kind] = [run(wins, seed, ATEN_CPU_CAPABILITY=kind)["bits per byte"] for seed in SEEDS]
-        record.write()
+        if kind not in kinds:
+            kinds[kind] = [run(wins, seed, ATEN_CPU_CAPABILITY=kind)["bits per byte"] for seed in SEEDS]
+            record.write()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class _World:
         self.now += self.validation_ms
 
 
-def bug(train):
+def bug(train_until):
     """
     1. Let validation take as long as four steps, and count the steps of a run with no, with one, and with many validations.
     2. After the second validation, what does `paused` hold of the first?
@@ -28,7 +28,7 @@ def bug(train):
     """
     for step_ms, validation_ms in ((10.0, 0.0), (10.0, 40.0), (7.0, 100.0)):
         world = _World(step_ms, validation_ms)
-        found = train(1000.0, 40, world.clock, world.step, world.validate)
+        found = train_until(1000.0, 40, world.clock, world.step, world.validate)
         want = int(-(-1000.0 // step_ms))
         assert len(world.shares) == found, f"{found} steps were returned, {len(world.shares)} were taken"
         assert found == want, f"with steps of {step_ms:.0f} and validations of {validation_ms:.0f} the cap of 1000 must give {want} steps, found {found}"

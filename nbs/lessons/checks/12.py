@@ -24,14 +24,14 @@ def bug(score):
         assert abs(found - want) < 1e-9, f"with {n} targets, rows of {row} and a stride of {stride} the mean is not that of every target once"
 
 
-def context(tokens):
+def context(tokens_before):
     """
     1. A window scores its last 64 targets. How much context has the first of them, and how much the last?
     2. The last one has the whole row, the token that it follows included; the first has 63 fewer.
     3. Halfway between the two.
     """
     want = 2048 - 63 / 2
-    assert abs(tokens / want - 1) < 0.002, f"{tokens} tokens is not it"
+    assert abs(tokens_before / want - 1) < 0.002, f"{tokens_before} tokens is not it"
 
 
 def windows(per_rank):
