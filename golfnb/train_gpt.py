@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 556290681707aba2
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 76a8b1d77a3fec00
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -2151,8 +2151,9 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     zero ones stay zero (PR #399).
 
     A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`;
-    `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. Raises
-    GolfError if G is no float matrix.
+    `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. In fp32 and
+    bf16 the squares of a matrix whose norm is above 1.8e19 are infinite, and it becomes zero.
+    Raises GolfError if G is no float matrix.
     """
     require(G.ndim >= 2 and G.is_floating_point(), "Newton-Schulz needs a float tensor of at least "
             f"two dimensions: found {G.dtype} of shape {tuple(G.shape)}")

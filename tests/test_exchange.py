@@ -138,4 +138,4 @@ def test_a_call_that_is_missing_is_said(kind):
     (m,) = matrices_of("w", torch.zeros(4, 3), {}, 0)
     bucket = kind([[m], []], Group(None, 0, 2))
     with pytest.raises(AssertionError, match="missing"):
-        list(bucket.finish())
+        bucket.results()

@@ -79,6 +79,12 @@ def test_one_task_has_a_score(path):
     assert any(isinstance(run_text(task, task_cell(answers_of(path), name))[2], Score) for name, task in tasks_of(path).items())
 
 
+def test_what_is_half_answered_or_imported_elsewhere_is_said():
+    assert run_text(find_task("2.read"), "megabytes_a_second, per_cent_seen = 2.4, None")[1] == "not yet: per_cent_seen must have a value, found None"
+    said = run_text(find_task("1.nats"), "bits_per_byte = math.log(2)")[1]
+    assert said == "not yet: name 'math' is not defined (line 1 of your cell); this cell is run alone: what it uses must be imported in it"
+
+
 def test_a_reader_who_ends_the_process_or_loops_gets_a_sentence():
     assert check_text("7.scatter", "raise SystemExit(0)")[1] == "not yet: your cell ended its process"
     assert check_text("7.scatter", "while True: pass", limit_s=8)[1] == "not yet: your cell had not ended after 8 s"

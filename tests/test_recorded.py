@@ -143,9 +143,6 @@ class Agreed(SharedRecorder):
                 notes.append("replay")
         return Replayed()
 
-    def leave(self):
-        self.notes.append("leave")
-
     def walk(self, keys, reason=""):
         self.notes.clear()
         for key in keys:
@@ -176,6 +173,7 @@ def test_a_recording_that_fails_here_is_told_to_the_others(caplog, monkeypatch):
         def record(self, moving, function):
             raise RuntimeError("no room")
     recorder = Failing()
+    monkeypatch.setattr("golfnb.muon.recorded.leave_capture", lambda device: recorder.notes.append("leave"))
     recorder.ask_all = lambda words: said.append(words) or [words, ""]
     assert recorder.walk("aaaaaaaaa") == [9, 0, 0] and recorder.notes.count("leave") == 1 and not recorder.works
     assert said == ["", "new", "no room"] and [record.levelname for record in caplog.records] == ["WARNING"]

@@ -304,16 +304,23 @@ class Recorder:
         self.last = key
         return self.works and self.alike >= self.wait
 
+    def attempt(self, moving: Sequence[Tensor],
+                function: Callable[[], object]) -> tuple[Recording | None, str]:
+        "A recording, or why there is none."
+        try:
+            return self.record(moving, function), ""
+        except RuntimeError as error:
+            leave_capture(self.device)
+            return None, str(error) or type(error).__name__
+
     def try_to_record(self, key: list, moving: Sequence[Tensor],
                       function: Callable[[], object]) -> Recording | None:
         "A recording, or None, then and for ever, where there can be none."
-        try:
-            recording = self.record(moving, function)
-        except RuntimeError as error:
+        recording, error = self.attempt(moving, function)
+        if recording is None:
             logging.getLogger("golfnb").warning(
                 "a step of the optimizer is not recorded as a CUDA graph, which costs small models "
                 "time and changes no number: %s", error)
-            leave_capture(self.device)
             self.works = False
             return None
         self.wait *= 2  # each recording takes as long as several steps
@@ -418,14 +425,10 @@ class SharedRecorder(Recorder):
         self.recordings = []
         given = [t for t in moving if t is not None]
         assert len(given) == len(moving), "a missing gradient is a reason not to record"
-        recording, error = None, ""
-        self.recording = True
         drop_before_shutdown()
+        self.recording = True
         try:
-            recording = self.record(given, function)
-        except RuntimeError as failure:
-            error = str(failure) or type(failure).__name__
-            self.leave()
+            recording, error = self.attempt(given, function)
         finally:
             self.recording = False
         problem = first_problem(self.ask_all(error))
@@ -436,10 +439,6 @@ class SharedRecorder(Recorder):
             return
         self.recordings = [(key, recording)]
         self.tell("the step of the optimizer is recorded as a CUDA graph on every rank")
-
-    def leave(self) -> None:
-        "After a recording that failed."
-        leave_capture(self.device)
 
     def drop(self) -> None:
         "Frees its recordings, and makes none any more."

@@ -99,6 +99,9 @@ def verdict(task: Task, *found) -> tuple[bool, str, Score | None]:
     "(passed, what to say, score) of a reader's values."
     if all(value is None for value in found):
         return False, OPEN, None
+    missing = [name for name, value in zip(task.takes, found) if value is None]
+    if missing:
+        return False, f"not yet: {', '.join(missing)} must have a value, found None", None
     try:
         score = task.test(*found)
     except AssertionError as e:
@@ -228,6 +231,8 @@ def run_text(task: Task, text: str) -> tuple[bool, str, Score | None]:
         exec(compile(without_checks(text), READER, "exec"), space)
     except SyntaxError as e:
         return False, f"not yet: your cell is no Python: {e.msg}, line {e.lineno}", None
+    except NameError as e:
+        return False, f"not yet: {e}{raised_at(e)}; this cell is run alone: what it uses must be imported in it", None
     except Exception as e:
         return False, f"not yet: {type(e).__name__}: {e}{raised_at(e)}", None
     missing = [name for name in task.takes if name not in space]
