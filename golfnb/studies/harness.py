@@ -6,8 +6,8 @@ result.
 
 # %% auto #0
 __all__ = ['STUDIES', 'STARTS', 'GATES', 'Lab', 'study', 'paired', 'half_width', 'Kind',
-           'start_skips', 'plain_skips', 'score', 'parts_of', 'trained', 'EventLog', 'run_kind',
-           'compare', 'parity', 'keep_parity']
+           'start_skips', 'plain_skips', 'score', 'trained', 'EventLog', 'run_kind', 'compare',
+           'parity', 'keep_parity']
 
 # %% ../../nbs/studies/35_harness.ipynb #70a274c3
 import gc
