@@ -34,8 +34,8 @@ from torch import Tensor
 from ..file.artifact import (Best, Lzma, Rans, Zlib, load_artifact, load_model, load_weights,
                              open_container, pack_bytes, unpack_bytes)
 from ..run.average import EmaAndSwa, NoAverage
-from .bench import (Rig, changed_settings, interleave, launch_module, read_result, record_result, record_run,
-                          result_path, run_rounds, timed_block, unsaid_values, where_measured)
+from .bench import Rig, changed_settings, interleave, launch_module, record_run, result_path, run_rounds, timed_block
+from ..tools.results import read_result, record_result, unsaid_values, where_measured
 from ..text.bpb import byte_table, load_tokenizer
 from ..tools.checkpoint import Keeper
 from ..score.evaluate import plain_loss
@@ -52,7 +52,7 @@ from ..run import run as core
 from ..run.run import device_name, open_run, train_and_average
 from ..settings import GolfError, one_spelling
 from ..text.shards import find_shards, read_header, val_tokens
-from .significance import errors_below, student_tail
+from ..tools.significance import errors_below, student_tail
 from .variants import ProgramSettings, Variant, read_variant
 from ..run.train import RunLog, Trainer, rehearse, train, undone
 from ..score.ttt import TttSettings

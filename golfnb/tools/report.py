@@ -37,7 +37,7 @@ import torch
 
 from ..file.artifact import (ARTIFACT_CAP, CODECS, check_model, check_tokenizer, container_header, load_model, naming,
                              part_names, read_container, read_meta)
-from ..studies.bench import settings_diff
+from .results import settings_diff
 from ..text.bpb import document_mark, load_tokenizer, tokenizer_hash
 from ..model.golf import load_named, take_order
 from ..model.engine import Ranks
