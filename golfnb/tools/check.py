@@ -6,8 +6,8 @@ prints the answer.
 
 # %% auto #0
 __all__ = ['OPEN', 'READER', 'MARK', 'Score', 'Task', 'checks_dir', 'hints_of', 'lesson_tasks',
-           'find_task', 'lesson_names', 'verdict', 'raised_at', 'check', 'hint', 'compare',
-           'lab_of', 'read_board', 'keep', 'board_lines', 'shown_task', 'task_cell', 'reader_text',
+           'find_task', 'lesson_names', 'verdict', 'raised_at', 'check', 'hint', 'lab_of',
+           'read_board', 'keep', 'board_lines', 'shown_task', 'task_cell', 'reader_text',
            'run_text', 'without_checks', 'calls_check', 'check_text', 'judge_stdin',
            'check_command']
 
