@@ -188,7 +188,7 @@ def map_rooms() -> str:
 
 
 FAILED = re.compile(r"^## What (did not work|was rejected)")
-NO_DATE = "no date"  # add what `beginning` says of the line to book/pages/negative.json
+NO_DATE = "not dated yet"  # add what `beginning` says of the line to book/pages/negative.json
 INPUT = re.compile(r"GolfError|[Bb]ad input|one sentence|:$|is refused|is raised|CPU run time")
 
 
