@@ -95,6 +95,10 @@ def as_page(stem: str) -> nbformat.NotebookNode:
             guessed = GUESSED if re.search(r"^compare\(", source, re.M) else {}
             tags += ["hide-output"] * bool(guessed)
             image = {"image": {"alt": marks.get("fig-alt") or marks.get("fig-cap") or unnamed}}
+            for out in cell.outputs:
+                if "text/markdown" in out.get("data", {}):
+                    links = site_links(out.data["text/markdown"])  # no reader of notebooks turns these into pages
+                    out.data["text/markdown"] = re.sub(r"\]\((\w+)\.ipynb", r"](\1.html", links)
             cell.source, cell.metadata = source, {"tags": tags, "mystnb": guessed | image | ({"figure": {"caption": marks["fig-cap"]}} if "fig-cap" in marks else {})}
         if cell.cell_type != "raw":
             cells.append(cell)
@@ -184,11 +188,19 @@ def map_rooms() -> str:
 
 
 FAILED = re.compile(r"^## What (did not work|was rejected)")
+NO_DATE = "no date"  # add what `beginning` says of the line to book/pages/negative.json
 INPUT = re.compile(r"GolfError|[Bb]ad input|one sentence|:$|is refused|is raised|CPU run time")
 
 
+def beginning(line: str) -> str:
+    "The first words of a line, by which its date is kept."
+    return " ".join(re.findall(r"\w+", line))[:50]
+
+
 def negative_results() -> str:
-    "What did not work, gathered from the chapters; what they say of bad input stays there."
+    "What did not work, gathered from the chapters with its date; what they say of bad input stays there."
+    kept = json.loads((PAGES / "negative.json").read_text(encoding="utf-8"))
+    dates = {begins: date for date, lines in kept.items() for begins in lines}
     lines = []
     for stem in stems():
         nb, inside, found = notebook(stem), False, []
@@ -204,7 +216,7 @@ def negative_results() -> str:
                 elif inside and block and not INPUT.search(block):
                     found.append(block if re.match(r"[*-] ", block) else f"* {block}")
         if found:
-            lines += [f"## {numbered_title(stem)}", "", *[re.sub(r"^[*-] ", "* ", b) for b in found], "", f"[From chapter {stem.split('_')[0]}]({stem}.ipynb).", ""]
+            lines += [f"## {numbered_title(stem)}", "", *[f"* {dates.get(beginning(b[2:]), NO_DATE)}: {b[2:]}" for b in found], "", f"[From chapter {stem.split('_')[0]}]({stem}.ipynb).", ""]
     return "\n".join(lines)
 
 
@@ -224,7 +236,7 @@ def tables_of_contents() -> str:
     chapters = [(title, [in_sidebar(stem) for stem in group]) for title, group in parts()]
     (learn, lessons), *others = chapters  # lessons first: "Next" of page one leads to the first of them
     use = ["Install, run, use <readme>", "The optimizer alone <pytorch>", "Your own recipe <own>", "Eight H100s <eight>", "One card of 24 GB <one>", "map"]
-    groups = [(learn, [*lessons, "The ladder of bits <ladder>"]), ("Use it", use), *others, ("Look up", list(LOOK_UP))]
+    groups = [(learn, [*lessons, "Two ladders: bits and milliseconds <ladder>"]), ("Use it", use), *others, ("Look up", list(LOOK_UP))]
     return "\n".join(toctree(caption, entries) for caption, entries in groups if entries)
 
 

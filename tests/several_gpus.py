@@ -29,7 +29,8 @@ sys.path.insert(0, str(ROOT))
 from golfnb.muon.grouping import param_groups
 from golfnb.muon.optimizer import ParallelMuon
 from golfnb.muon.rules import MuonRule
-from golfnb.studies.bench import Marks, record_result, wait_for
+from golfnb.studies.bench import Marks, wait_for
+from golfnb.tools.results import record_result
 
 CUDA = torch.cuda.is_available()
 WAYS = ("no optimizer", "plain", "overlap", "DDP")

@@ -10,8 +10,8 @@ import pytest
 from tiny import TINY, golfnb, one_sentence
 
 from golfnb.studies import bench
-from golfnb.studies.bench import (BENCHES, BenchJob, answer_with_ms, bench_eval, bench_function, bench_shards, bench_threads, changed_settings, measure_part, median_bound, read_result, record_run, result_path,
-                          run_bench, run_rounds, settings_diff, timed_block)
+from golfnb.studies.bench import BENCHES, BenchJob, answer_with_ms, bench_eval, bench_function, bench_shards, bench_threads, changed_settings, measure_part, median_bound, record_run, result_path, run_bench, run_rounds, timed_block
+from golfnb.tools.results import read_result, settings_diff
 from golfnb.settings import GolfError
 from golfnb.studies.variants import read_variant
 from golfnb.model.engine import Ranks

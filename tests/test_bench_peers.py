@@ -12,7 +12,8 @@ from workers import spawn
 from golfnb.model.engine import Ranks
 from golfnb.settings import GolfError
 from golfnb.studies import peers
-from golfnb.studies.bench import BENCHES, BenchJob, measure_part, read_result, run_bench
+from golfnb.studies.bench import BENCHES, BenchJob, measure_part, run_bench
+from golfnb.tools.results import read_result
 from golfnb.studies.peers import PEERS, Contender, Matrices, Way, clone_commit, read_sizes
 
 CPU = torch.device("cpu")

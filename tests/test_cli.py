@@ -551,21 +551,22 @@ def test_a_study_gets_its_words(monkeypatch, capsys):
 
 
 def test_demo_data_is_made_once_and_again_when_documents_change(tmp_path, monkeypatch, capsys):
-    from golfnb.tools import corpus, data
+    from golfnb.tools import data
     from golfnb.tools.commands import demo
 
-    docs = data.stdlib_documents(["json", "csv", "email"])
-    for module in (data, corpus):
-        monkeypatch.setattr(module, "stdlib_documents", lambda: docs)
-    monkeypatch.setattr(demo, "DEMO_DATA", ["--vocab-size", "400", "--val-fraction", "0.1", "--shard-tokens", "100000"])
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i, text in enumerate(data.stdlib_documents(["json", "csv", "email"])):
+        (texts / f"{i:03}.txt").write_text(text)
+    monkeypatch.setattr(demo, "DEMO_DATA", [str(texts), "--vocab-size", "400", "--val-fraction", "0.1", "--shard-tokens", "100000"])
 
     def made():
         demo.demo_data(tmp_path / "data")
-        return (tmp_path / "data" / "python_train_000000.bin").stat().st_mtime_ns
+        return (tmp_path / "data" / "texts_train_000000.bin").stat().st_mtime_ns
 
     first = made()
     assert made() == first and "sha256" in capsys.readouterr().out
-    del docs[-3:]
+    (texts / "000.txt").unlink()
     assert made() != first
 
 

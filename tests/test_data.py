@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 import golfnb.tools.data as data
 from golfnb.settings import GolfError
-from golfnb.tools.data import (DEMO_MODULES, build_shards, count_overlap, cut_document, cuts_at_spaces, documents_hash, encode_documents, inspect_shard, is_validation, module_documents,
+from golfnb.tools.data import (LIBRARY_MODULES, build_shards, count_overlap, cut_document, cuts_at_spaces, documents_hash, encode_documents, inspect_shard, is_validation, module_documents,
                          read_documents, in_sample, recut_shards, stdlib_documents, topic_documents, train_tokenizer)
 from golfnb.text.bpb import byte_table, encode_text, target_bytes, tokenizer_hash
 from golfnb.tools.cli import main_cli
@@ -41,7 +41,7 @@ def model(docs, tmp_path_factory):
 
 def test_whole_list_is_megabytes_of_text_in_a_fixed_order():
     found = stdlib_documents()
-    assert len(set(DEMO_MODULES)) == len(DEMO_MODULES) and len(found) == len(set(found)) > 1000
+    assert len(set(LIBRARY_MODULES)) == len(LIBRARY_MODULES) and len(found) == len(set(found)) > 1000
     assert 1_500_000 < sum(len(d) for d in found) < 6_000_000
     assert all(d == d.strip() and d for d in found)
 

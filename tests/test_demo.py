@@ -7,7 +7,7 @@ import sys
 import termios
 from types import SimpleNamespace
 
-from golfnb.tools import corpus, data, launcher, report, starting
+from golfnb.tools import launcher, report, starting
 from golfnb.tools.commands import demo
 
 FOLLOWED = """import sys, threading, time
@@ -47,9 +47,6 @@ def test_the_log_of_a_run_can_be_shown_line_by_line(monkeypatch):
 
 def test_the_demo_says_how_long_and_what_the_model_wrote_and_nothing_to_type_between(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    docs = data.stdlib_documents(["json", "csv", "email", "logging"])
-    for module in (data, corpus):
-        monkeypatch.setattr(module, "stdlib_documents", lambda: docs)
     monkeypatch.setattr(starting, "train_run", lambda program, settings, ranks: 0)
     monkeypatch.setattr(report, "sampled_text", lambda folder: ("Return the", " path.\n"))
     assert demo.demo_command(SimpleNamespace(settings=[], nproc=1)) == 0

@@ -34,7 +34,7 @@ import pytest
 import torch
 
 from golfnb.file.artifact import PREFIX_BYTES, Best, Lzma, Plain, Rans, Zlib, load_artifact, load_model, load_weights, open_container, pack_bytes, save_weights, seal, section_plan
-from golfnb.studies.bench import read_result, record_result, where_measured
+from golfnb.tools.results import read_result, record_result, where_measured
 from golfnb.text.bpb import tokenizer_hash
 from golfnb.tools import play, report
 from golfnb.tools.cli import main_cli

@@ -123,6 +123,13 @@ def test_a_terminal_of_the_lab_finds_the_command(tmp_path, monkeypatch):
     assert os.environ["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/nowhere"]
 
 
+def test_a_picture_of_the_lab_has_its_caption_below_it(tmp_path):
+    copy_notebooks(tmp_path)
+    cells = json.loads((tmp_path / "lessons" / "lesson01_score.ipynb").read_text())["cells"]
+    pairs = [(a, b) for a, b in zip(cells, cells[1:]) if "#| fig-cap: " in "".join(a["source"])]
+    assert pairs and all(b["cell_type"] == "markdown" and "".join(b["source"]).removeprefix("*Figure.* ") in "".join(a["source"]) for a, b in pairs)
+
+
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
     copy_notebooks(tmp_path)

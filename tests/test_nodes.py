@@ -17,7 +17,7 @@ from forked import fork_python
 from tiny import TINY, clean_env, tiny_data
 from workers import enter_node, on_nodes, settings, spawn
 
-from golfnb.studies.bench import record_result
+from golfnb.tools.results import record_result
 from golfnb.model.engine import Ranks
 
 HERE, TWO = Path(__file__).resolve().parent, {"LINKS": "two_level"}

@@ -106,8 +106,7 @@ def test_what_a_command_wrote_itself_it_may_write_again(folder):
             assert done.returncode == 0, done.stderr
 
 
-def test_demo_data_of_ones_own_stays(folder, monkeypatch):
-    monkeypatch.setattr("golfnb.tools.data.stdlib_documents", lambda *a: ["a text"])
+def test_demo_data_of_ones_own_stays(folder):
     data = folder / "runs" / "demo" / "data"
     data.mkdir()
     (data / "essays_train_000000.bin").write_bytes(MINE)

@@ -12,7 +12,7 @@ import pytest
 from tiny import golfnb
 
 from golfnb.settings import GolfError
-from golfnb.studies.bench import settings_diff
+from golfnb.tools.results import settings_diff
 from golfnb.tools.report import PAGE_STYLE, loss_chart, paired, read_run, run_rows, ttt_chart, weight_chart, write_report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "book"))

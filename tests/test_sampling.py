@@ -8,7 +8,7 @@ import torch
 from test_model import VARIANTS, filled
 from tiny import settings_for
 
-from golfnb.studies.bench import record_result
+from golfnb.tools.results import record_result
 from golfnb.model.layout import mlp_in_one_bank
 from golfnb.model.golf import Block, Golf, SigmoidSkips, init_model
 from golfnb.model.engine import Ranks

@@ -8,7 +8,7 @@ import torch
 from tiny import TINY, tiny_data
 
 from golfnb.studies import harness as studies
-from golfnb.studies.bench import read_result
+from golfnb.tools.results import read_result
 from golfnb.text.loader import grad_accum
 from golfnb.model.engine import Ranks, clip_coef, squared_norm
 from golfnb.recipes import golf, pr549, pr726

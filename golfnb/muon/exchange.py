@@ -9,8 +9,8 @@ __all__ = ['Prepare', 'SCRATCH_BYTES', 'is_dtensor', 'Piece', 'ParamMatrix', 'ma
            'nth_chunk', 'cut_dims', 'overlap', 'parts_within', 'piece_of', 'Transfer', 'Group',
            'find_group', 'ranks_of', 'check_placement', 'HeldPart', 'part_at', 'place_here',
            'part_here', 'counts_here', 'block_in', 'parts_in', 'block_of', 'gradient_of',
-           'gradients_of', 'batch_of', 'runs_of', 'MatrixBucket', 'ReplicatedBucket', 'parts_of',
-           'Pieces', 'check_cuts', 'ShardedBucket', 'make_buckets']
+           'gradients_of', 'batch_of', 'runs_of', 'MatrixBucket', 'ReplicatedBucket', 'check_cuts',
+           'ShardedBucket', 'make_buckets']
 
 # %% ../../nbs/reference/17d_exchange.ipynb #cfd93c19
 import math

@@ -6,8 +6,8 @@ result.
 
 # %% auto #0
 __all__ = ['STUDIES', 'STARTS', 'GATES', 'Lab', 'study', 'paired', 'half_width', 'Kind',
-           'start_skips', 'plain_skips', 'score', 'parts_of', 'trained', 'EventLog', 'run_kind',
-           'compare', 'parity', 'keep_parity']
+           'start_skips', 'plain_skips', 'score', 'trained', 'EventLog', 'run_kind', 'compare',
+           'parity', 'keep_parity']
 
 # %% ../../nbs/studies/35_harness.ipynb #70a274c3
 import gc
@@ -34,8 +34,8 @@ from torch import Tensor
 from ..file.artifact import (Best, Lzma, Rans, Zlib, load_artifact, load_model, load_weights,
                              open_container, pack_bytes, unpack_bytes)
 from ..run.average import EmaAndSwa, NoAverage
-from .bench import (Rig, changed_settings, interleave, launch_module, read_result, record_result, record_run,
-                          result_path, run_rounds, timed_block, unsaid_values, where_measured)
+from .bench import Rig, changed_settings, interleave, launch_module, record_run, result_path, run_rounds, timed_block
+from ..tools.results import read_result, record_result, unsaid_values, where_measured
 from ..text.bpb import byte_table, load_tokenizer
 from ..tools.checkpoint import Keeper
 from ..score.evaluate import plain_loss
@@ -52,7 +52,7 @@ from ..run import run as core
 from ..run.run import device_name, open_run, train_and_average
 from ..settings import GolfError, one_spelling
 from ..text.shards import find_shards, read_header, val_tokens
-from .significance import errors_below, student_tail
+from ..tools.significance import errors_below, student_tail
 from .variants import ProgramSettings, Variant, read_variant
 from ..run.train import RunLog, Trainer, rehearse, train, undone
 from ..score.ttt import TttSettings

@@ -6,8 +6,8 @@ report, compare, submission, lab, bench, study, doctor.
 
 # %% auto #0
 __all__ = ['COMMANDS', 'GROUPS', 'ENDING', 'SentenceParser', 'arg', 'command', 'load_commands',
-           'every_command', 'help_text', 'listed', 'command_parser', 'make_parser', 'read_command',
-           'main_cli', 'sentence_for', 'main_process']
+           'every_command', 'help_text', 'command_lines', 'command_parser', 'make_parser',
+           'read_command', 'main_cli', 'sentence_for', 'main_process']
 
 # %% ../../nbs/tools/23_cli.ipynb #c346c0c5
 import argparse
@@ -123,7 +123,7 @@ ENDING = ("Settings are NAME=VALUE, named as in the environment; of one given tw
           "Exit status is 0 only for success.")
 
 
-def listed(names) -> str:
+def command_lines(names) -> str:
     "Commands with their sentences, one a line."
     return "".join(f"    {name:18s}{every_command()[name][1]}\n" for name in names)
 
@@ -148,9 +148,9 @@ def make_parser(name: str = "") -> SentenceParser:
     groups = dict(GROUPS)
     if others:
         groups["more"] = others
-    lists = [f"{heading}:\n{listed(names)}" for heading, names in groups.items()]
+    lists = [f"{heading}:\n{command_lines(names)}" for heading, names in groups.items()]
     if name:
-        lists = [f"commands:\n{listed(n for n in commands if n.split()[0] == name)}"]
+        lists = [f"commands:\n{command_lines(n for n in commands if n.split()[0] == name)}"]
     parser = SentenceParser(f"golfnb {name}".strip(), f"golfnb {name} COMMAND".replace("  ", " "),
                             "Train, pack and score tiny language models; the book that compiles.",
                             "\n".join([*lists, ENDING]), formatter_class=argparse.RawDescriptionHelpFormatter)

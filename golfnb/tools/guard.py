@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NO_MANIFEST', 'KINDS', 'HASHED_AT_START', 'CHUNK', 'LOST_RANK_WORDS', 'read_manifest',
-           'check_manifest', 'check_shards', 'check_output', 'check_tokenizer', 'bytes_needed',
-           'check_memory', 'check_room', 'preflight', 'Watcher', 'EmaAdvice', 'lost_ranks',
-           'is_lost_rank', 'guarded_rank']
+           'check_manifest', 'check_shards', 'check_output', 'bytes_needed', 'check_memory',
+           'check_room', 'preflight', 'Watcher', 'EmaAdvice', 'lost_ranks', 'is_lost_rank',
+           'guarded_rank']
 
 # %% ../../nbs/tools/21b_guard.ipynb #b21d0003
 import errno

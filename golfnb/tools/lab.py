@@ -30,6 +30,7 @@ def notebook_dir() -> Path:
                     "install golfnb again, or work in a checkout")
 
 # %% ../../nbs/tools/26_lab.ipynb #374eb206
+CAPTION = re.compile(r"^#\| fig-cap: (.+)$", re.M)
 SITE_LINK = re.compile(r"\[([^]\n]+)\]\((?:\.\./)+book/[^)\s]+\)")
 
 
@@ -46,9 +47,22 @@ def forget_outputs(cell: dict) -> None:
     cell["execution_count"] = None
 
 
+def captions_below(cells: list[dict]) -> list[dict]:
+    "The cells, and behind each that draws a picture its caption."
+    found = []
+    for cell in cells:
+        found.append(cell)
+        caption = CAPTION.search("".join(cell["source"])) if cell["cell_type"] == "code" else None
+        if caption:
+            words = "*Figure.* " + caption[1].strip('"')
+            found.append({"cell_type": "markdown", "id": f"{cell['id']}-caption", "metadata": {}, "source": [words]})
+    return found
+
+
 def as_copied(text: str, lesson: bool) -> str:
     "A book's notebook as the lab has it."
     nb = json.loads(text)
+    nb["cells"] = captions_below(nb["cells"])
     for cell in nb["cells"]:
         if cell["cell_type"] == "markdown":
             cell["source"] = [SITE_LINK.sub(r"\1", line) for line in cell["source"]]

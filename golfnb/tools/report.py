@@ -12,8 +12,8 @@ __all__ = ['PROMPT_TOKENS', 'SAMPLE_TOKENS', 'SAMPLE_HEAT', 'CHART_SCRIPT', 'MOS
            'find_tokenizer', 'open_model', 'program_of', 'decoded', 'run_config', 'run_settings',
            'tokenizer_of', 'open_own', 'whole_lines', 'prompt_of', 'sampled_text', 'Chart', 'curve',
            'series', 'running_mean', 'loss_chart', 'ttt_chart', 'weight_chart', 'run_rows',
-           'run_table', 'Table', 'html_table', 'note', 'command', 'script_json', 'paired',
-           'golfnb_command', 'audit_command', 'Page', 'page_of', 'page_html', 'write_report']
+           'run_table', 'Table', 'html_table', 'golfnb_command', 'audit_command', 'Page', 'page_of',
+           'page_html', 'write_report']
 
 # %% ../../nbs/tools/24_report.ipynb #fa2d841b
 import hashlib
@@ -37,7 +37,7 @@ import torch
 
 from ..file.artifact import (ARTIFACT_CAP, CODECS, check_model, check_tokenizer, container_header, load_model, naming,
                              part_names, read_container, read_meta)
-from ..studies.bench import settings_diff
+from .results import settings_diff
 from ..text.bpb import document_mark, load_tokenizer, tokenizer_hash
 from ..model.golf import load_named, take_order
 from ..model.engine import Ranks

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from golfnb.settings import GolfError
-from golfnb.studies.bench import read_result, record_result
+from golfnb.tools.results import read_result, record_result
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/commands/golfnb_demo.ipynb #f4d628c7
 import math
+from importlib import resources
 from pathlib import Path
 
 from golfnb.settings import GolfError, printable
@@ -14,7 +15,7 @@ from golfnb.tools.cli import SETTINGS, command, count, read_command
 from golfnb.tools.commands.data import wanted_build
 
 # %% ../../../nbs/commands/golfnb_demo.ipynb #c7e0b727
-DEMO_DATA = ["--shard-tokens", "100000"]
+DEMO_DATA = [str(resources.files("golfnb") / "prose"), "--shard-tokens", "100000"]  # the book's text
 RUN_FILES = {
     "data", "train.log", "metrics.jsonl", "summary.json", "progress.json", "train_gpt.py", "tokenizer.model",
     "raw.golf", "ema.golf", "artifact.golf", "artifact.golf.over", "artifact.audit.json", "report.html",
@@ -62,11 +63,12 @@ def clear_demo(folder: Path) -> None:
 # %% ../../../nbs/commands/golfnb_demo.ipynb #8235ded9
 def demo_data(folder: Path) -> None:
     "Make the demo's documents into a tokenizer and shards in `folder`, unless they are there."
-    from golfnb.tools.corpus import build_data
-    from golfnb.tools.data import documents_hash, stdlib_documents
+    from golfnb.tools.corpus import build_data, open_corpus
+    from golfnb.tools.data import documents_hash
     from golfnb.tools.report import read_file
 
-    docs = stdlib_documents()
+    build = wanted_build(read_command(["data", "build", *DEMO_DATA, "--out", str(folder)]))
+    docs = list(open_corpus(build, []).documents([]))
     digest = documents_hash(docs)
     size = sum(len(text.encode()) for text in docs)
     print(f"documents: {len(docs):,}, {size:,} bytes, sha256 {digest}", flush=True)
@@ -74,7 +76,7 @@ def demo_data(folder: Path) -> None:
         return print(f"tokenizer and shards: as in {folder}", flush=True)
     for path in check_demo(folder, demo_files(folder)):
         path.unlink()
-    build_data(wanted_build(read_command(["data", "build", "--out", str(folder), *DEMO_DATA])))
+    build_data(build)
 
 # %% ../../../nbs/commands/golfnb_demo.ipynb #44c3c51a
 def demo_ranks() -> int:
