@@ -449,16 +449,20 @@ def main() -> int:
         if not stage("first"):
             print("FALLS SHORT: the first stage; nothing else was tried", json.dumps(whole["facts"], indent=1), sep="\n")
             return 1
-        sizes, results = list(args.sizes), []
-        for size in sizes[:2]:
-            results.append(measure_peers(size, args, scratch, end - time.monotonic()))
+        there: list[dict] = []
+
+        def peers(size: str) -> None:
+            result = measure_peers(size, args, scratch, end - time.monotonic())
+            if result:
+                there.append(result)
+                keep(f"peers_{slug}_{args.nproc}", merged(there), args.folder)
+
+        for size in args.sizes[:2]:
+            peers(size)
         good = stage("cases") and good
-        for size in sizes[2:]:
-            results.append(measure_peers(size, args, scratch, end - time.monotonic()))
-        there = [result for result in results if result]
-        if there:
-            keep(f"peers_{slug}_{args.nproc}", merged(there), args.folder)
-        good = stage("steps") and good and len(there) == len(sizes)
+        for size in args.sizes[2:]:
+            peers(size)
+        good = stage("steps") and good and len(there) == len(args.sizes)
     print(json.dumps(whole["facts"], indent=1))
     for line in verdicts(merged(there)["samples"] if there else {}) if CUDA else ():
         print(line)
