@@ -5,7 +5,7 @@
 # make book    the site from the notebooks, offline, with its links checked: _book/html/index.html
 # make book-check  every page of it in a headless Chromium, on desktop and phone, light and dark
 # make muon    dist/golfnb_muon-*.whl: the optimizer alone, as a package that needs torch only
-# make export  nbdev_clean, nbdev_export, tests/exported.py, golfnb script, nbdev_readme: golfnb/*.py, the script and README.md from the notebooks
+# make export  nbdev_clean, nbdev_export, tests/exported.py, tests/helps.py, golfnb script, nbdev_readme: golfnb/*.py, the script and README.md from the notebooks
 
 SHELL := /bin/bash
 BIN := .venv/bin

@@ -6,6 +6,7 @@ from pathlib import Path
 from setuptools import setup
 
 HERE = Path(__file__).parent
+FOLDERS = sorted(".".join(path.parent.relative_to(HERE / "golfnb").parts) for path in HERE.glob("golfnb/*/**/__init__.py"))
 ini = ConfigParser(delimiters=["="])
 ini.read(HERE / "settings.ini")
 cfg = ini["DEFAULT"]
@@ -45,13 +46,13 @@ setup(
     ],
     long_description=long_description(),
     long_description_content_type="text/markdown",
-    packages=["golfnb", "golfnb.muon", "golfnb.nbs", "golfnb.recipes", "golfnb.studies", "golfnb.tools"],
+    packages=["golfnb", *(f"golfnb.{name}" for name in FOLDERS), "golfnb.nbs"],
     package_dir={"golfnb.nbs": "nbs"},
     package_data={
         "golfnb": ["py.typed", "prose.json", "prose/*/*.txt"],
         "golfnb.muon": ["py.typed"],
         "golfnb.nbs": ["*.ipynb", "*.md", "*.mplstyle", "*/*.ipynb", "*/*.js", "*/*.json", "*/*.py", "*/*/*.py"],  # what `golfnb lab` copies
-        "golfnb.tools": ["*.html"],  # the page of `golfnb play`
+        "golfnb.tools": ["*.html", "helps/*.txt"],  # the page of `golfnb play`, lists of helps
     },
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),

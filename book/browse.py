@@ -1,6 +1,7 @@
 """Open every page of the built site in a headless Chromium, on a desktop and on a phone, light and dark, from the files alone:
 nothing fails, nothing is asked of another host, formulas and pictures are there, each with its caption, no code, picture or table is cut off, code has
-letters of 14 pixels and a button that copies it, 110 characters fit a line, the chapter is in sight in the sidebar, and a search shows what it found.
+letters of 14 pixels and a button that copies it, 110 characters fit a line, the chapter is in sight in the sidebar, a lesson is at most 10,000 pixels high and less than
+half of that code, and a search shows what it found.
 
     python book/browse.py [--site _book/html] [--shots FOLDER] [PAGE ...]
 """
@@ -52,6 +53,11 @@ LOOK = r"""() => {
   if (unlisted.length) said.push(`the contents of the page do not show ${unlisted[0]}`);
   for (const l of innerWidth < 1280 ? [] : document.querySelectorAll('div.cell_input .golf-line'))
     if (l.textContent.length <= 111 && box(l).height > 1.5 * parseFloat(getComputedStyle(l).lineHeight)) said.push(`a line of ${l.textContent.length - 1} characters folds`);
+  if (innerWidth >= 1280 && /\/lesson\d\d_\w+\.html$/.test(location.pathname)) {
+    const high = document.documentElement.scrollHeight, code = [...document.querySelectorAll('article div.cell_input')].reduce((sum, e) => sum + box(e).height, 0);
+    if (high > 10000) said.push(`a lesson is ${high} pixels high, at most 10000 are wanted`);
+    if (code > high / 2) said.push(`of a lesson's ${high} pixels ${Math.round(code)} are code, at most half are wanted`);
+  }
   const walk = document.createTreeWalker(document.querySelector('article') || document.body, NodeFilter.SHOW_TEXT), range = document.createRange();
   while (walk.nextNode()) if (walk.currentNode.parentElement.closest('td, th'))
     for (const m of walk.currentNode.data.matchAll(walk.currentNode.parentElement.closest('th') ? /[\d.,]*\d|\p{L}+/gu : /[\d.,]*\d/g)) {

@@ -1,4 +1,4 @@
-"""What golfnb defines, read from golfnb/*.py without importing it: modules, names, signatures, docstrings, settings."""
+"""What golfnb defines, read from the modules without importing it: modules, names, signatures, docstrings, settings."""
 import ast
 import json
 import re
@@ -102,7 +102,11 @@ def read_module(path: Path) -> Module:
     remark = lambda node: lines[node.end_lineno - 1].encode()[node.end_col_offset:].decode().partition("# ")[2]
     notebook = ROOT / re.search(r"File to edit: (?:\.\./)+(nbs/(?:\w+/)*\w+\.ipynb)", source)[1]
     package = path.parent.relative_to(ROOT / "golfnb").parts if path.is_relative_to(ROOT / "golfnb") else ()
-    imports = {imported_module(n, package) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and (n.level or n.module.startswith("golfnb."))}
+    imports = set()
+    for n in ast.walk(tree):
+        if isinstance(n, ast.ImportFrom) and n.module and (n.level or n.module.startswith("golfnb.")):
+            origin = imported_module(n, package)
+            imports |= {origin, *(f"{origin}.{a.name}" for a in n.names)}  # a module, or what is in one
     public, names = set(), {}
 
     def visit(body):
@@ -137,8 +141,8 @@ def read_module(path: Path) -> Module:
 
 @cache
 def modules() -> dict[str, Module]:
-    "All modules that a chapter makes, in the order of the chapters; a recipe's program stands whole on its page."
-    paths = [p for p in sorted((ROOT / "golfnb").rglob("*.py")) if p.parent.name != "recipes"]
+    "All modules that a chapter makes, in the order of the chapters; a recipe's program and a command stand whole on their pages."
+    paths = [p for p in sorted((ROOT / "golfnb").rglob("*.py")) if p.parent.name not in ("recipes", "commands")]
     found = [read_module(p) for p in paths if p.name not in ("__init__.py", "__main__.py", "_modidx.py", "train_gpt.py")]
     return {m.name: m for m in sorted(found, key=lambda m: m.chapter)}
 
@@ -163,7 +167,7 @@ def places() -> dict[str, str]:
     for m in modules().values():
         found[f"golfnb.{m.name}"] = api_page(m)
         for n in m.public:
-            for key in (n.name, f"{m.name}.{n.name}", f"golfnb.{m.name}.{n.name}"):
+            for key in (n.name, f"{m.name.split('.')[-1]}.{n.name}", f"{m.name}.{n.name}", f"golfnb.{m.name}.{n.name}"):
                 found.setdefault(key, chapter_page(n.name, m))
             for member in n.members:
                 setting, place = member.kind == "setting", api_page(m, n.name, member.name)

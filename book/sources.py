@@ -14,6 +14,8 @@ FRONT = {"start": "index", "index": "readme"}  # notebooks whose page has anothe
 LOOK_UP = ("settings", "published", "rely", "tried", "negative", "glossary", "contributing", "api/index")
 MARKS = {"export": "exported", "exports": "exported", "exporti": "exported", "code-fold": "hide-input", "hide_input": "remove-input"}  # directive -> tag of the site
 
+GUESSED = {"code_prompt_show": "Show what came", "code_prompt_hide": "Hide what came"}  # what a reader was to guess is folded
+
 
 def paths() -> dict[str, Path]:
     "Stem -> notebook: each stem is there once."
@@ -37,9 +39,9 @@ def parts() -> list[tuple[str, list[str]]]:
     return [(title, [stem for stem, path in paths().items() if path.parent.name == folder]) for folder, title in PARTS.items()]
 
 
-def is_answer(stem: str) -> bool:
-    "Whether a page holds answers: its lesson leads to it, and nothing else."
-    return paths()[stem].parent.name == "answers"
+def is_aside(stem: str) -> bool:
+    "Whether only one page leads to a page: a lesson to its answers, the chapter of the command line to a command."
+    return paths()[stem].parent.name in ("answers", "commands")
 
 
 def title_of(nb: nbformat.NotebookNode) -> str:
@@ -90,8 +92,10 @@ def as_page(stem: str) -> nbformat.NotebookNode:
             if "hide" in marks or "default_exp" in marks or not source.strip():
                 continue
             tags = [tag for mark, tag in MARKS.items() if marks.get(mark, "false") != "false"]
+            guessed = GUESSED if re.search(r"^compare\(", source, re.M) else {}
+            tags += ["hide-output"] * bool(guessed)
             image = {"image": {"alt": marks.get("fig-alt") or marks.get("fig-cap") or unnamed}}
-            cell.source, cell.metadata = source, {"tags": tags, "mystnb": image | ({"figure": {"caption": marks["fig-cap"]}} if "fig-cap" in marks else {})}
+            cell.source, cell.metadata = source, {"tags": tags, "mystnb": guessed | image | ({"figure": {"caption": marks["fig-cap"]}} if "fig-cap" in marks else {})}
         if cell.cell_type != "raw":
             cells.append(cell)
     if number(stem) is not None:
@@ -99,7 +103,7 @@ def as_page(stem: str) -> nbformat.NotebookNode:
         first.source = re.sub(r"^# ", f"# {stem.split('_')[0]} ", first.source, count=1, flags=re.M)
     nb.cells = cells
     nb.metadata = {"kernelspec": {"display_name": "Python", "language": "python", "name": "python3"}, "language_info": {"name": "python", "pygments_lexer": "ipython3"}}
-    if is_answer(stem):
+    if is_aside(stem):
         nb.metadata["orphan"] = True
     return nb
 
@@ -180,11 +184,19 @@ def map_rooms() -> str:
 
 
 FAILED = re.compile(r"^## What (did not work|was rejected)")
+NO_DATE = "no date"  # add what `beginning` says of the line to book/pages/negative.json
 INPUT = re.compile(r"GolfError|[Bb]ad input|one sentence|:$|is refused|is raised|CPU run time")
 
 
+def beginning(line: str) -> str:
+    "The first words of a line, by which its date is kept."
+    return " ".join(re.findall(r"\w+", line))[:50]
+
+
 def negative_results() -> str:
-    "What did not work, gathered from the chapters; what they say of bad input stays there."
+    "What did not work, gathered from the chapters with its date; what they say of bad input stays there."
+    kept = json.loads((PAGES / "negative.json").read_text(encoding="utf-8"))
+    dates = {begins: date for date, lines in kept.items() for begins in lines}
     lines = []
     for stem in stems():
         nb, inside, found = notebook(stem), False, []
@@ -200,7 +212,7 @@ def negative_results() -> str:
                 elif inside and block and not INPUT.search(block):
                     found.append(block if re.match(r"[*-] ", block) else f"* {block}")
         if found:
-            lines += [f"## {numbered_title(stem)}", "", *[re.sub(r"^[*-] ", "* ", b) for b in found], "", f"[From chapter {stem.split('_')[0]}]({stem}.ipynb).", ""]
+            lines += [f"## {numbered_title(stem)}", "", *[f"* {dates.get(beginning(b[2:]), NO_DATE)}: {b[2:]}" for b in found], "", f"[From chapter {stem.split('_')[0]}]({stem}.ipynb).", ""]
     return "\n".join(lines)
 
 
@@ -219,8 +231,8 @@ def in_sidebar(stem: str) -> str:
 def tables_of_contents() -> str:
     chapters = [(title, [in_sidebar(stem) for stem in group]) for title, group in parts()]
     (learn, lessons), *others = chapters  # lessons first: "Next" of page one leads to the first of them
-    use = ["Install, run, use <readme>", "The optimizer alone <pytorch>", "Your own recipe <own>", "map"]
-    groups = [(learn, [*lessons, "The ladder of bits <ladder>"]), ("Use it", use), *others, ("Look up", list(LOOK_UP))]
+    use = ["Install, run, use <readme>", "The optimizer alone <pytorch>", "Your own recipe <own>", "Eight H100s <eight>", "One card of 24 GB <one>", "map"]
+    groups = [(learn, [*lessons, "Two ladders: bits and milliseconds <ladder>"]), ("Use it", use), *others, ("Look up", list(LOOK_UP))]
     return "\n".join(toctree(caption, entries) for caption, entries in groups if entries)
 
 

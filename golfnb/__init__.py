@@ -20,27 +20,25 @@ if _found_here and _module_to_run().split(".")[0] == "golfnb":
     del sys.path[0]  # the current folder: what lies there does not run in place of Python's own
 
 import importlib  # noqa: E402
-import importlib.machinery  # noqa: E402
-import warnings  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:  # for editors, which do not follow _HOME
-    from .artifact import load_model as load_model
-    from .artifact import save_artifact as save_artifact
-    from .bpb import bits_per_byte as bits_per_byte
-    from .bpb import byte_table as byte_table
-    from .bpb import load_tokenizer as load_tokenizer
-    from .loader import Loader as Loader
-    from .model import Golf as Golf
+    from .file.artifact import load_model as load_model
+    from .file.artifact import save_artifact as save_artifact
+    from .model.engine import start_ranks as start_ranks
+    from .model.engine import stop_ranks as stop_ranks
+    from .model.golf import Golf as Golf
     from .muon.errors import GolfError as GolfError
     from .muon.grouping import param_groups as param_groups
     from .muon.newton_schulz import polar_express as polar_express
     from .muon.newton_schulz import quintic as quintic
     from .muon.optimizer import ParallelMuon as ParallelMuon
     from .muon.sharded import ShardedState as ShardedState
-    from .parallel_muon import start_ranks as start_ranks
-    from .parallel_muon import stop_ranks as stop_ranks
-    from .shards import open_shard as open_shard
+    from .text.bpb import bits_per_byte as bits_per_byte
+    from .text.bpb import byte_table as byte_table
+    from .text.bpb import load_tokenizer as load_tokenizer
+    from .text.loader import Loader as Loader
+    from .text.shards import open_shard as open_shard
     from .tools.programs import find_program as find_program
     from .tools.programs import settings_of as settings_of
     from .tools.sampling import generate as generate
@@ -53,23 +51,16 @@ __all__ = [
 ]
 _HOME = {
     "ParallelMuon": "muon.optimizer", "param_groups": "muon.grouping",
-    "ShardedState": "muon.sharded", "start_ranks": "parallel_muon", "stop_ranks": "parallel_muon",
-    "quintic": "muon.newton_schulz", "polar_express": "muon.newton_schulz", "open_shard": "shards",
-    "Loader": "loader", "load_tokenizer": "bpb", "byte_table": "bpb", "bits_per_byte": "bpb",
-    "find_program": "tools.programs", "settings_of": "tools.programs", "Golf": "model",
-    "generate": "tools.sampling", "save_artifact": "artifact", "load_model": "artifact",
-    "GolfError": "muon.errors",
+    "ShardedState": "muon.sharded", "start_ranks": "model.engine", "stop_ranks": "model.engine",
+    "quintic": "muon.newton_schulz", "polar_express": "muon.newton_schulz",
+    "open_shard": "text.shards", "Loader": "text.loader", "load_tokenizer": "text.bpb",
+    "byte_table": "text.bpb", "bits_per_byte": "text.bpb", "find_program": "tools.programs",
+    "settings_of": "tools.programs", "Golf": "model.golf", "generate": "tools.sampling",
+    "save_artifact": "file.artifact", "load_model": "file.artifact", "GolfError": "muon.errors",
 }
-_TOOLS = ("checkpoint", "cli", "data", "drill", "lab", "launcher", "play", "report", "sampling",
-          "submission", "watch")
-_STUDIES = ("baselines", "bench", "buckets", "significance", "timing")
-MOVED = {**{name: f"golfnb.tools.{name}" for name in _TOOLS},
-         **{name: f"golfnb.studies.{name}" for name in _STUDIES}}
 
 
 def __getattr__(name: str):
-    if name in MOVED:
-        return importlib.import_module(f"golfnb.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'golfnb' has no attribute {name!r}")
     globals()[name] = found = getattr(importlib.import_module(f"golfnb.{_HOME[name]}"), name)
@@ -78,28 +69,3 @@ def __getattr__(name: str):
 
 def __dir__():
     return sorted({*globals(), *__all__})
-
-
-class _OldNames:
-    """Finds modules by the names of version 0.1.0, with a warning.
-
-    `golfnb.report` is `golfnb.tools.report`.
-    """
-
-    def find_spec(self, fullname, path=None, target=None):
-        short = fullname.removeprefix("golfnb.")
-        if short != fullname and short in MOVED:
-            # what derives from importlib.abc.Loader has to import it, which takes 30 ms
-            return importlib.machinery.ModuleSpec(fullname, self)  # pyright: ignore[reportArgumentType]
-
-    def create_module(self, spec):
-        return None
-
-    def exec_module(self, module):
-        new = MOVED[module.__name__.removeprefix("golfnb.")]
-        warnings.warn(f"{module.__name__} is now {new}; the old name goes with the next version",
-                      DeprecationWarning, stacklevel=2)
-        sys.modules[module.__name__] = importlib.import_module(new)
-
-
-sys.meta_path.append(_OldNames())

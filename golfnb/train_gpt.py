@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source b8f069a000c42167
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 76a8b1d77a3fec00
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -399,107 +399,181 @@ def finite(summary: dict) -> dict:
     return summary | dict.fromkeys(nowhere)
 
 
-# ---- golfnb/bpb.py ----
-def bits_per_byte(nll_sum: torch.Tensor | float, byte_count: torch.Tensor | float) -> float:
-    "Bits per byte of a text, from its summed loss in nats and its bytes. GolfError for no bytes."
-    require(byte_count > 0, "bits per byte need at least one byte of text, found "
-            f"{byte_count}: check the shards")
-    return float(nll_sum) / math.log(2) / float(byte_count)
+# ---- golfnb/model/layout.py ----
+SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
 
 
-def tokenizer_bytes(path: str | Path) -> bytes:
-    "What a tokenizer's file holds. Raises GolfError if it is missing or cannot be read."
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): expected a "
-                        "SentencePiece .model file; set TOKENIZER_PATH, or fetch or train "
-                        "it") from None
+@dataclass(frozen=True)
+class Matrix:
+    """One logical matrix, [rows, cols] of F.linear, and how it is stored.
+
+    `name` is that in a state dict, `group` its bank; `transposed` means stored as [cols, rows];
+    with at most `small` elements it is packed as fp16.
+    """
+    name: str
+    rows: int
+    cols: int
+    group: str
+    transposed: bool = False
+    small: int = SMALL_MATRIX
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        "The shape of its slot."
+        return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
+
+    @property
+    def shape_lr_scale(self) -> float:
+        "Muon's factor on the learning rate."
+        return sqrt(max(1.0, self.rows / self.cols))
 
 
-def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
-    "Load a SentencePiece model. GolfError if it is missing, damaged or not of `vocab_size` pieces."
-    sp, data = spm.SentencePieceProcessor(), tokenizer_bytes(path)
-    try:
-        sp.LoadFromSerializedProto(data)
-        sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
-    except (RuntimeError, ValueError) as error:
-        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece "
-                        ".model file, found a damaged one; set TOKENIZER_PATH, or "
-                        "fetch or train it again") from error
-    found = sp.get_piece_size()
-    require(vocab_size in (None, found), f"tokenizer {path} must have VOCAB_SIZE={vocab_size} "
-            f"pieces, found {found}: set VOCAB_SIZE={found} or use the matching tokenizer and "
-            "shards")
-    return sp
+@dataclass(frozen=True)
+class BankSpec:
+    "Matrices of one stored shape, in slot order, padded to a multiple of the `world` ranks."
+    name: str
+    matrices: tuple[Matrix, ...]
+    world: int
+
+    @property
+    def real(self) -> int:
+        "Slots that hold a matrix."
+        return len(self.matrices)
+
+    @property
+    def per_rank(self) -> int:
+        "Slots that each rank owns."
+        return -(-self.real // self.world)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        "[slots with padding, stored rows, stored columns]"
+        return (self.per_rank * self.world, *self.matrices[0].stored)
+
+    @property
+    def padding(self) -> int:
+        "Empty slots."
+        return self.shape[0] - self.real
+
+    def shard(self, rank: int) -> range:
+        "The slots that a rank owns."
+        return range(rank * self.per_rank, (rank + 1) * self.per_rank)
+
+    def row_scales(self) -> list[list[float]]:
+        "The learning-rate scale of each slot, a list of one number for its rows; 1 in the padding."
+        return [[m.shape_lr_scale] for m in self.matrices] + [[1.0]] * self.padding
+
+    def views(self, bank) -> list:
+        "Its matrices: views of the tensor `bank` [slots, rows, cols], which may lack the padding."
+        return list(bank.unbind(0)[:self.real])
 
 
-def tokenizer_hash(path: str | Path) -> str:
-    "The SHA-256 of a tokenizer's file, as 64 hex digits. Raises GolfError if it cannot be read."
-    return hashlib.sha256(tokenizer_bytes(path)).hexdigest()
+@dataclass(frozen=True)
+class Layout:
+    "All banks of a model for one world size."
+    banks: tuple[BankSpec, ...]
+    world: int
+
+    def __iter__(self) -> Iterator[tuple[BankSpec, int, Matrix]]:
+        return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
+
+
+def group_matrices(matrices: list[Matrix], world: int) -> Layout:
+    "A bank per `group`. Raises GolfError for two stored shapes in a group, or a name used twice."
+    require(world > 0 and matrices, "a layout needs at least one rank and one matrix: found "
+            f"{world} and {len(matrices)}")
+    groups, names = {}, [m.name for m in matrices]
+    for m in matrices:
+        groups.setdefault(m.group, []).append(m)
+        first = groups[m.group][0]
+        require(first.stored == m.stored,
+                f"matrices of a bank must have one stored shape: {m.group!r} has {first.name} of "
+                f"{first.stored} and {m.name} of {m.stored}; transpose or move one")
+        require(names.count(m.name) == 1, f"matrix names must be unique: {m.name!r} appears twice")
+    return Layout(tuple(BankSpec(name, tuple(ms), world) for name, ms in groups.items()), world)
 
 
 @dataclass
-class ByteTable:
-    """The bytes of text behind every token of a vocabulary of V pieces.
+class LayoutSettings(BaseSettings):
+    "The matrices of the blocks, and how they share banks."
+    num_layers: int = setting(11, "transformer blocks: count", bounds="1 to 10000")
+    model_dim: int = setting(512, "width of the residual stream: channels", bounds="> 0")
+    num_heads: int = setting(8, "query heads: count", bounds="> 0")
+    num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count",
+                                bounds="> 0")
+    mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
+    small_tensor: int = setting(65_536,
+                                "tensors of at most so many elements are stored as fp16: elements")
 
-    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one
-    more byte, for a space, unless the token before is a boundary. `boundary` bool
-    [V]: the token stands for no text. `bos`: the token that begins a document, -1
-    for none; 1 is that of the published tokenizers.
+    @property
+    def head_dim(self) -> int:
+        "Channels of a head."
+        return self.model_dim // self.num_heads
+
+    @property
+    def kv_dim(self) -> int:
+        "Channels of all key heads together."
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def mlp_dim(self) -> int:
+        "Channels of the MLP."
+        return int(self.mlp_mult * self.model_dim)
+
+    def rules(self) -> Rules:
+        "Which shapes are possible."
+        yield from super().rules()
+        yield self.mlp_dim >= 1, ("MLP_MULT must give at least one channel, "
+                                  f"found {self.mlp_mult} of {self.model_dim}: raise it")
+        for one, n, other, d in (("MODEL_DIM", self.model_dim, "NUM_HEADS", self.num_heads),
+                                 ("NUM_HEADS", self.num_heads, "NUM_KV_HEADS", self.num_kv_heads)):
+            yield n % d == 0, (f"{one} must be divisible by {other}, found {n} and {d}: "
+                               "change one of them")
+
+
+def block_layout(cfg: LayoutSettings, world: int,
+                 mlp: list[tuple[str, int, int, str, bool]]) -> Layout:
+    "A layout of all blocks; kinds are (name in a block, rows, columns, bank, transposed)."
+    d = cfg.model_dim
+    kv = cfg.kv_dim
+    attention = [("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
+                 ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False)]
+    matrices = []
+    for kind, rows, cols, bank, transposed in attention + mlp:
+        for i in range(cfg.num_layers):
+            name = f"blocks.{i}.{kind}.weight"
+            matrices.append(Matrix(name, rows, cols, bank, transposed, cfg.small_tensor))
+    return group_matrices(matrices, world)
+
+
+def bank_per_shape(cfg: LayoutSettings, world: int) -> Layout:
+    "The published layout of the blocks over `world` ranks: a bank for each shape (PR #399)."
+    up = ("mlp.fc", cfg.mlp_dim, cfg.model_dim, "mlp_up_bank", False)
+    down = ("mlp.proj", cfg.model_dim, cfg.mlp_dim, "mlp_down_bank", False)
+    return block_layout(cfg, world, [up, down])
+
+
+# ---- golfnb/model/banks.py ----
+def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
+               device: str | torch.device = "cpu") -> dict[str, torch.nn.Parameter]:
+    "A zero-filled parameter [slots with padding, rows, columns] for each bank, by name (PR #399)."
+    storage = {b.name: torch.zeros(b.shape, dtype=dtype, device=device) for b in layout.banks}
+    return {name: torch.nn.Parameter(zeros) for name, zeros in storage.items()}
+
+
+def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Views [rows, cols] of all matrices by name, in layout order.
+
+    Gradients flow back into the banks.
     """
-    base: torch.Tensor
-    leading_space: torch.Tensor
-    boundary: torch.Tensor
-    bos: int = 1
-
-    def to(self, device: torch.device | str) -> "ByteTable":
-        "The same table on another device."
-        return ByteTable(self.base.to(device), self.leading_space.to(device),
-                         self.boundary.to(device), self.bos)
+    views = (v for b in layout.banks for v in b.views(banks[b.name]))
+    named = {}
+    for (_, _, matrix), stored in zip(layout, views, strict=True):
+        named[matrix.name] = stored.T if matrix.transposed else stored
+    return named
 
 
-def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
-    "The byte table of a tokenizer that `load_tokenizer` gave, on the CPU. GolfError for a path."
-    require(not isinstance(sp, (str, Path)), f"a tokenizer must be loaded to have a table, found "
-            f"{sp}: call byte_table(load_tokenizer({str(sp)!r}))")
-    rows = []
-    for i in range(sp.get_piece_size()):
-        piece = sp.id_to_piece(i)
-        silent = sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
-        text = piece.removeprefix("▁").replace("▁", " ")
-        if silent:
-            text = ""
-        elif sp.is_byte(i):
-            text = "?"  # one byte, whatever it is
-        rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
-    base, leading, boundary = map(torch.tensor, zip(*rows, strict=True))
-    return ByteTable(base.to(torch.int16), leading, boundary, sp.bos_id())
-
-
-def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Bytes of text behind each target, given the token before it; all int64, of one shape.
-
-    All must be tokens of the table, which is not checked, as a GPU would wait: leave out positions
-    that a loss ignores (-100), they would be read from the table's end.
-    """
-    return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
-
-
-def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTable) -> float:
-    "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. GolfError for another V."
-    counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
-    require(counts.shape == table.base.shape,
-            f"token counts must be one for each of {len(table.base)} pieces, found shape "
-            f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
-    tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
-    log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
-    seen = torch.bincount(tokens[1:], minlength=len(counts))
-    nats = -math.fsum((seen * log_prob).tolist())  # exact, so that no number of threads changes it
-    return bits_per_byte(nats, target_bytes(table, tokens[:-1], tokens[1:]).sum())
-
-
-# ---- golfnb/layers.py ----
+# ---- golfnb/model/layers.py ----
 def widen(x: Tensor) -> Tensor:
     "A 16-bit tensor as float32; a wider one unchanged."
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -723,181 +797,7 @@ def token_nll(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
                            reduction="none").view(targets.shape)
 
 
-# ---- golfnb/layout.py ----
-SMALL_MATRIX = 65_536  # elements; up to here a matrix is stored as fp16
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One logical matrix, [rows, cols] of F.linear, and how it is stored.
-
-    `name` is that in a state dict, `group` its bank; `transposed` means stored as [cols, rows];
-    with at most `small` elements it is packed as fp16.
-    """
-    name: str
-    rows: int
-    cols: int
-    group: str
-    transposed: bool = False
-    small: int = SMALL_MATRIX
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        "The shape of its slot."
-        return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
-
-    @property
-    def shape_lr_scale(self) -> float:
-        "Muon's factor on the learning rate."
-        return sqrt(max(1.0, self.rows / self.cols))
-
-
-@dataclass(frozen=True)
-class BankSpec:
-    "Matrices of one stored shape, in slot order, padded to a multiple of the `world` ranks."
-    name: str
-    matrices: tuple[Matrix, ...]
-    world: int
-
-    @property
-    def real(self) -> int:
-        "Slots that hold a matrix."
-        return len(self.matrices)
-
-    @property
-    def per_rank(self) -> int:
-        "Slots that each rank owns."
-        return -(-self.real // self.world)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        "[slots with padding, stored rows, stored columns]"
-        return (self.per_rank * self.world, *self.matrices[0].stored)
-
-    @property
-    def padding(self) -> int:
-        "Empty slots."
-        return self.shape[0] - self.real
-
-    def shard(self, rank: int) -> range:
-        "The slots that a rank owns."
-        return range(rank * self.per_rank, (rank + 1) * self.per_rank)
-
-    def row_scales(self) -> list[list[float]]:
-        "The learning-rate scale of each slot, a list of one number for its rows; 1 in the padding."
-        return [[m.shape_lr_scale] for m in self.matrices] + [[1.0]] * self.padding
-
-    def views(self, bank) -> list:
-        "Its matrices: views of the tensor `bank` [slots, rows, cols], which may lack the padding."
-        return list(bank.unbind(0)[:self.real])
-
-
-@dataclass(frozen=True)
-class Layout:
-    "All banks of a model for one world size."
-    banks: tuple[BankSpec, ...]
-    world: int
-
-    def __iter__(self) -> Iterator[tuple[BankSpec, int, Matrix]]:
-        return ((b, i, m) for b in self.banks for i, m in enumerate(b.matrices))
-
-
-def group_matrices(matrices: list[Matrix], world: int) -> Layout:
-    "A bank per `group`. Raises GolfError for two stored shapes in a group, or a name used twice."
-    require(world > 0 and matrices, "a layout needs at least one rank and one matrix: found "
-            f"{world} and {len(matrices)}")
-    groups, names = {}, [m.name for m in matrices]
-    for m in matrices:
-        groups.setdefault(m.group, []).append(m)
-        first = groups[m.group][0]
-        require(first.stored == m.stored,
-                f"matrices of a bank must have one stored shape: {m.group!r} has {first.name} of "
-                f"{first.stored} and {m.name} of {m.stored}; transpose or move one")
-        require(names.count(m.name) == 1, f"matrix names must be unique: {m.name!r} appears twice")
-    return Layout(tuple(BankSpec(name, tuple(ms), world) for name, ms in groups.items()), world)
-
-
-@dataclass
-class LayoutSettings(BaseSettings):
-    "The matrices of the blocks, and how they share banks."
-    num_layers: int = setting(11, "transformer blocks: count", bounds="1 to 10000")
-    model_dim: int = setting(512, "width of the residual stream: channels", bounds="> 0")
-    num_heads: int = setting(8, "query heads: count", bounds="> 0")
-    num_kv_heads: int = setting(4, "heads of keys and values, shared by the query heads: count",
-                                bounds="> 0")
-    mlp_mult: float = setting(3.0, "MLP width / model_dim: ratio", bounds="> 0")
-    small_tensor: int = setting(65_536,
-                                "tensors of at most so many elements are stored as fp16: elements")
-
-    @property
-    def head_dim(self) -> int:
-        "Channels of a head."
-        return self.model_dim // self.num_heads
-
-    @property
-    def kv_dim(self) -> int:
-        "Channels of all key heads together."
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def mlp_dim(self) -> int:
-        "Channels of the MLP."
-        return int(self.mlp_mult * self.model_dim)
-
-    def rules(self) -> Rules:
-        "Which shapes are possible."
-        yield from super().rules()
-        yield self.mlp_dim >= 1, ("MLP_MULT must give at least one channel, "
-                                  f"found {self.mlp_mult} of {self.model_dim}: raise it")
-        for one, n, other, d in (("MODEL_DIM", self.model_dim, "NUM_HEADS", self.num_heads),
-                                 ("NUM_HEADS", self.num_heads, "NUM_KV_HEADS", self.num_kv_heads)):
-            yield n % d == 0, (f"{one} must be divisible by {other}, found {n} and {d}: "
-                               "change one of them")
-
-
-def block_layout(cfg: LayoutSettings, world: int,
-                 mlp: list[tuple[str, int, int, str, bool]]) -> Layout:
-    "A layout of all blocks; kinds are (name in a block, rows, columns, bank, transposed)."
-    d = cfg.model_dim
-    kv = cfg.kv_dim
-    attention = [("attn.c_q", d, d, "qo_bank", False), ("attn.proj", d, d, "qo_bank", False),
-                 ("attn.c_k", kv, d, "kv_bank", False), ("attn.c_v", kv, d, "kv_bank", False)]
-    matrices = []
-    for kind, rows, cols, bank, transposed in attention + mlp:
-        for i in range(cfg.num_layers):
-            name = f"blocks.{i}.{kind}.weight"
-            matrices.append(Matrix(name, rows, cols, bank, transposed, cfg.small_tensor))
-    return group_matrices(matrices, world)
-
-
-def bank_per_shape(cfg: LayoutSettings, world: int) -> Layout:
-    "The published layout of the blocks over `world` ranks: a bank for each shape (PR #399)."
-    up = ("mlp.fc", cfg.mlp_dim, cfg.model_dim, "mlp_up_bank", False)
-    down = ("mlp.proj", cfg.model_dim, cfg.mlp_dim, "mlp_down_bank", False)
-    return block_layout(cfg, world, [up, down])
-
-
-# ---- golfnb/banks.py ----
-def make_banks(layout: Layout, dtype: torch.dtype = torch.float32,
-               device: str | torch.device = "cpu") -> dict[str, torch.nn.Parameter]:
-    "A zero-filled parameter [slots with padding, rows, columns] for each bank, by name (PR #399)."
-    storage = {b.name: torch.zeros(b.shape, dtype=dtype, device=device) for b in layout.banks}
-    return {name: torch.nn.Parameter(zeros) for name, zeros in storage.items()}
-
-
-def unbank(layout: Layout, banks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Views [rows, cols] of all matrices by name, in layout order.
-
-    Gradients flow back into the banks.
-    """
-    views = (v for b in layout.banks for v in b.views(banks[b.name]))
-    named = {}
-    for (_, _, matrix), stored in zip(layout, views, strict=True):
-        named[matrix.name] = stored.T if matrix.transposed else stored
-    return named
-
-
-# ---- golfnb/model.py ----
+# ---- golfnb/model/golf.py ----
 @dataclass
 class ModelSettings(LayoutSettings):
     "Shapes of the transformer."
@@ -1486,7 +1386,7 @@ def check_runnable(x: Tensor):
                         f"{x.device}; use its plain twin instead")
 
 
-# ---- golfnb/kernels.py ----
+# ---- golfnb/model/kernels.py ----
 # Triton reads the annotations of kernels, and they are no types; a backward names its gradients:
 # pyright: reportInvalidTypeForm=false, reportIncompatibleMethodOverride=false
 
@@ -1870,6 +1770,276 @@ def fuse(model: Golf, kernels: Iterable[str], tiles: tuple = (MLP_UP_TILES, MLP_
                     for i in range(cfg.num_layers)]
 
 
+# ---- golfnb/text/bpb.py ----
+def bits_per_byte(nll_sum: torch.Tensor | float, byte_count: torch.Tensor | float) -> float:
+    "Bits per byte of a text, from its summed loss in nats and its bytes. GolfError for no bytes."
+    require(byte_count > 0, "bits per byte need at least one byte of text, found "
+            f"{byte_count}: check the shards")
+    return float(nll_sum) / math.log(2) / float(byte_count)
+
+
+def tokenizer_bytes(path: str | Path) -> bytes:
+    "What a tokenizer's file holds. Raises GolfError if it is missing or cannot be read."
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise GolfError(f"cannot read tokenizer {path} ({error.strerror}): expected a "
+                        "SentencePiece .model file; set TOKENIZER_PATH, or fetch or train "
+                        "it") from None
+
+
+def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> spm.SentencePieceProcessor:
+    "Load a SentencePiece model. GolfError if it is missing, damaged or not of `vocab_size` pieces."
+    sp, data = spm.SentencePieceProcessor(), tokenizer_bytes(path)
+    try:
+        sp.LoadFromSerializedProto(data)
+        sp.id_to_piece(list(range(sp.get_piece_size())))  # ValueError for pieces that are not UTF-8
+    except (RuntimeError, ValueError) as error:
+        raise GolfError(f"cannot read tokenizer {path}: expected a SentencePiece "
+                        ".model file, found a damaged one; set TOKENIZER_PATH, or "
+                        "fetch or train it again") from error
+    found = sp.get_piece_size()
+    require(vocab_size in (None, found), f"tokenizer {path} must have VOCAB_SIZE={vocab_size} "
+            f"pieces, found {found}: set VOCAB_SIZE={found} or use the matching tokenizer and "
+            "shards")
+    return sp
+
+
+def tokenizer_hash(path: str | Path) -> str:
+    "The SHA-256 of a tokenizer's file, as 64 hex digits. Raises GolfError if it cannot be read."
+    return hashlib.sha256(tokenizer_bytes(path)).hexdigest()
+
+
+@dataclass
+class ByteTable:
+    """The bytes of text behind every token of a vocabulary of V pieces.
+
+    `base` int16 [V]: bytes without the leading space. `leading_space` bool [V]: one
+    more byte, for a space, unless the token before is a boundary. `boundary` bool
+    [V]: the token stands for no text. `bos`: the token that begins a document, -1
+    for none; 1 is that of the published tokenizers.
+    """
+    base: torch.Tensor
+    leading_space: torch.Tensor
+    boundary: torch.Tensor
+    bos: int = 1
+
+    def to(self, device: torch.device | str) -> "ByteTable":
+        "The same table on another device."
+        return ByteTable(self.base.to(device), self.leading_space.to(device),
+                         self.boundary.to(device), self.bos)
+
+
+def byte_table(sp: spm.SentencePieceProcessor) -> ByteTable:
+    "The byte table of a tokenizer that `load_tokenizer` gave, on the CPU. GolfError for a path."
+    require(not isinstance(sp, (str, Path)), f"a tokenizer must be loaded to have a table, found "
+            f"{sp}: call byte_table(load_tokenizer({str(sp)!r}))")
+    rows = []
+    for i in range(sp.get_piece_size()):
+        piece = sp.id_to_piece(i)
+        silent = sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)
+        text = piece.removeprefix("▁").replace("▁", " ")
+        if silent:
+            text = ""
+        elif sp.is_byte(i):
+            text = "?"  # one byte, whatever it is
+        rows.append((len(text.encode()), piece.startswith("▁") and not silent, silent))
+    base, leading, boundary = map(torch.tensor, zip(*rows, strict=True))
+    return ByteTable(base.to(torch.int16), leading, boundary, sp.bos_id())
+
+
+def target_bytes(table: ByteTable, prev: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Bytes of text behind each target, given the token before it; all int64, of one shape.
+
+    All must be tokens of the table, which is not checked, as a GPU would wait: leave out positions
+    that a loss ignores (-100), they would be read from the table's end.
+    """
+    return table.base[target].long() + (table.leading_space[target] & ~table.boundary[prev]).long()
+
+
+def unigram_bpb(train_counts: np.ndarray, val_tokens: np.ndarray, table: ByteTable) -> float:
+    "Bits per byte of `val_tokens` by shares of `train_counts` [V] + 1. GolfError for another V."
+    counts = torch.as_tensor(np.asarray(train_counts, dtype=np.float64))
+    require(counts.shape == table.base.shape,
+            f"token counts must be one for each of {len(table.base)} pieces, found shape "
+            f"{tuple(counts.shape)}: count with numpy.bincount(tokens, minlength=vocab_size)")
+    tokens = torch.as_tensor(np.asarray(val_tokens, dtype=np.int64))
+    log_prob = torch.log((counts + 1) / (counts.sum() + len(counts)))
+    seen = torch.bincount(tokens[1:], minlength=len(counts))
+    nats = -math.fsum((seen * log_prob).tolist())  # exact, so that no number of threads changes it
+    return bits_per_byte(nats, target_bytes(table, tokens[:-1], tokens[1:]).sum())
+
+
+# ---- golfnb/text/shards.py ----
+def cannot_write(path: Path, error: OSError) -> GolfError:
+    "What to raise where a file cannot be written."
+    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+    return GolfError(f"cannot write {path} ({error.strerror}; {free:,} bytes free on its disk): "
+                     "free some space or write elsewhere")
+
+
+def atomic_write(path: str | Path, data: bytes | str) -> None:
+    "Write a file whole or not at all; text as UTF-8. Raises GolfError if it cannot be written."
+    path = Path(path)
+    temp = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    if isinstance(data, str):
+        data = data.encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temp, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        with suppress(OSError):
+            temp.unlink(missing_ok=True)  # it is there only if something failed
+
+
+SHARD_MAGIC, SHARD_VERSION = 20240520, 1
+HEADER_BYTES = 1024
+
+
+@contextmanager
+def shard_file(path: str | Path):
+    "An open shard and its number of tokens. GolfError if it is missing, damaged or no shard."
+    try:
+        with open(path, "rb", buffering=0) as file:
+            stat = os.fstat(file.fileno())
+            yield file, _checked_header(str(path), stat.st_size, stat.st_mtime_ns)
+    except OSError as error:
+        raise GolfError(f"cannot read shard {path} ({error.strerror}): check the path") from None
+
+
+def read_header(path: str | Path) -> int:
+    "The tokens in a shard. Raises GolfError as `shard_file` does."
+    with shard_file(path) as (_, tokens):
+        return tokens
+
+
+@cache
+def _checked_header(path: str, size: int, mtime_ns: int) -> int:
+    "The tokens that the header of a file of this size and time promises."
+    magic, version, tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+    wanted = HEADER_BYTES + 2 * max(tokens, 0)
+    require(size >= HEADER_BYTES + 2, f"shard {path} must have a header of {HEADER_BYTES} bytes "
+            f"and at least one token, found {size} bytes: it is empty or cut off, build it again")
+    require(magic == SHARD_MAGIC, f"shard {path} must start with magic {SHARD_MAGIC}, found "
+            f"{magic}: it is no token shard")
+    require(version == SHARD_VERSION, f"shard {path} must be of version {SHARD_VERSION}, found "
+            f"{version}: build it again")
+    require(tokens > 0 and size == wanted, f"shard {path} must have {wanted:,} bytes for its "
+            f"{tokens:,} tokens, found {size:,}: it is cut off or damaged, copy or build it again")
+    return tokens
+
+
+def read_span(path: str | Path, begin: int, count: int, expected: int | None = None) -> np.ndarray:
+    """A copy of `count` tokens of a shard, from token `begin` on: uint16 [count].
+
+    Raises GolfError as `shard_file` does, if the shard no longer has
+    `expected` tokens, or if it ends early.
+    """
+    with shard_file(path) as (file, tokens):
+        wanted = expected or tokens
+        require(tokens == wanted, f"shard {path} must keep its {wanted:,} tokens while training "
+                f"runs, found {tokens:,}: do not change shards in use")
+        part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
+    require(part.size == count, f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
+            f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
+    return part
+
+
+SHARD_NAME = re.compile(r"(.+)_(train|val)_[0-9]+\.bin")
+PATTERN_SIDE = re.compile(r"_(train|val)_[^_]*$")
+
+
+def shard_name(path: str | Path) -> tuple[str, str]:
+    "Corpus and side (train or val) of a shard, as its name says; two empty words for another name."
+    found = SHARD_NAME.fullmatch(Path(path).name)
+    return (found[1], found[2]) if found else ("", "")
+
+
+def matching_shards(pattern: str | Path) -> tuple[list[Path], list[Path]]:
+    """Which files that a pattern matches are shards of its side, and the others, sorted.
+
+    A pattern that names no side takes both. One file, named whole, is taken whatever its name.
+    """
+    text = str(pattern)
+    if os.path.isfile(text):
+        return [Path(text)], []
+    named = PATTERN_SIDE.search(Path(text).name)
+    sides = [named[1]] if named else ["train", "val"]
+    taken, others = [], []
+    for path in sorted(filter(os.path.isfile, glob.glob(text))):
+        kind = taken if shard_name(path)[1] in sides else others
+        kind.append(Path(path))
+    return taken, others
+
+
+def find_shards(pattern: str | Path) -> list[Path]:
+    "The shards that a path or a pattern with * and ? names, sorted. GolfError if there is none."
+    taken, others = matching_shards(pattern)
+    found = f"only {others[0].name} or the like" if others else "none"
+    require(taken, f"no shard matches {pattern}: expected at least one file, named as "
+            f"NAME_train_000000.bin or NAME_val_000000.bin are, found {found}; "
+            "check the directory (DATA_PATH) and the pattern")
+    return taken
+
+
+def left_out(*patterns: str | Path) -> str:
+    "A note on files that match and `find_shards` does not take; empty if there are none."
+    others = [path.name for pattern in patterns for path in matching_shards(pattern)[1]]
+    if not others:
+        return ""
+    return (f"note: {len(others):,} files beside the shards are left out, as their names are not "
+            f"those of shards: {', '.join(others[:3])}")
+
+
+def check_tokens(path: str | Path, tokens: np.ndarray, vocab_size: int) -> None:
+    "Raise GolfError unless these tokens of a shard are below `vocab_size`."
+    if tokens.max(initial=0) >= vocab_size:
+        raise GolfError(f"tokens of {path} must be below VOCAB_SIZE={vocab_size}, found "
+                        f"{tokens.max()}: the shard belongs to another tokenizer")
+
+
+def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
+    "The tokens of all matching shards, uint16 [n]. GolfError unless all are below `vocab_size`."
+    parts = []
+    for path in find_shards(pattern):
+        parts.append(read_span(path, 0, read_header(path)))
+        check_tokens(path, parts[-1], vocab_size or 65_536)
+    return np.concatenate(parts).astype(np.uint16, copy=False)
+
+
+def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray:
+    "The validation stream, uint16 [rows * seq_len + 1]. Raises GolfError for less than one row."
+    tokens = read_tokens(pattern, vocab_size=vocab_size)
+    rows = (tokens.size - 1) // seq_len
+    require(rows > 0, f"validation must hold at least one window of {seq_len} tokens and one "
+            f"more, found {tokens.size} tokens in {pattern}: use more validation text or a shorter "
+            "window")
+    return tokens[: rows * seq_len + 1]
+
+
+def bytes_note(shards: Sequence[Path]) -> str:
+    """A note where a score of validation shards divides by other bytes than those of their text.
+
+    The manifest beside them says so; empty if not, or if it does not know them.
+    """
+    try:
+        made = json.loads(shards[0].with_name("manifest.json").read_bytes())["val"]
+        counted, whole = int(made["counted_bytes"]), int(made["text_bytes"])
+        known = {shard["name"] for shard in made["shards"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # published shards have no manifest, and those of earlier versions no such count
+    if counted == whole or not known.issuperset(path.name for path in shards):
+        return ""
+    return (f"note: bits per byte are counted on {counted:,} bytes; the validation text has "
+            f"{whole:,}, which the tokenizer's normalisation changes")
+
+
 # ---- golfnb/muon/newton_schulz.py ----
 NS5_COEFFS = ((3.4445, -4.7750, 2.0315),) * 5  # Muon, Keller Jordan
 
@@ -1981,8 +2151,9 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     zero ones stay zero (PR #399).
 
     A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`;
-    `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. Raises
-    GolfError if G is no float matrix.
+    `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. In fp32 and
+    bf16 the squares of a matrix whose norm is above 1.8e19 are infinite, and it becomes zero.
+    Raises GolfError if G is no float matrix.
     """
     require(G.ndim >= 2 and G.is_floating_point(), "Newton-Schulz needs a float tensor of at least "
             f"two dimensions: found {G.dtype} of shape {tuple(G.shape)}")
@@ -2019,7 +2190,7 @@ def quintic(G: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tens
     return newton_schulz(G, first_steps(NS5_COEFFS, steps), dtype=dtype or usual)
 
 
-# ---- golfnb/plan.py ----
+# ---- golfnb/model/plan.py ----
 @dataclass(frozen=True)
 class CommSchedule:
     "The communication schedule: banks in order of reduce-scatters, and of updates and gathers."
@@ -2045,7 +2216,7 @@ def comm_schedule(layout: Layout, order: str = "big_first") -> CommSchedule:
     return CommSchedule(names, names)
 
 
-# ---- golfnb/parallel_muon.py ----
+# ---- golfnb/model/engine.py ----
 # torch gives torch._foreach_copy_ and dist.rendezvous out without saying so to type checkers:
 # pyright: reportPrivateImportUsage=false
 
@@ -2832,315 +3003,7 @@ class EngineSettings(BaseSettings):
                                     bounds=">= 0")
 
 
-# ---- golfnb/grid.py ----
-# GPTQ-lite's candidates; 1.0 is the row maximum
-CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)
-INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
-FP16_TINY = 2.0 ** -24                                  # smallest positive fp16
-FP16_HUGE = 65504.0                                     # and the largest
-
-
-def row_clip(w: Tensor, quantile: float) -> Tensor:
-    "Row-wise quantiles [..., rows] of |w| [..., rows, cols], linear between neighbours."
-    magnitude = w.abs() if w.dtype == torch.float64 else w.abs().float()
-    if quantile >= 1.0:
-        return magnitude.amax(-1)
-    rows = magnitude.reshape(-1, w.shape[-1])
-    parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))  # torch.quantile takes 16 million elements
-    return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
-
-
-def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
-    "Step of the grid for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
-    least = 1.0 / qmax if floor else FP16_TINY
-    scale = (clip / qmax).clamp(least, FP16_HUGE)
-    return scale.to(torch.float16).to(clip.dtype)
-
-
-def quantize_rows(w: Tensor, scale: Tensor, qmax: int) -> Tensor:
-    "The nearest grid points of w [..., rows, cols] by `scale` [..., rows]: int8, ties to even."
-    return (w / scale[..., None]).round().clamp(-qmax, qmax).to(torch.int8)
-
-
-def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
-    "The weights that integers q [..., rows, cols] stand for, in the dtype of `scale` [..., rows]."
-    return q.to(scale.dtype) * scale[..., None]
-
-
-def finite_matrix(w: Tensor) -> Tensor:
-    """w [..., rows, cols] in fp32 at least.
-
-    Raises GolfError if it is no matrix, empty, or holds a NaN or inf.
-    """
-    bad = int((~torch.isfinite(w)).sum())
-    require(not bad and w.ndim >= 2 and w.numel(),
-            f"quantization needs a matrix of finite weights: found {bad} NaN or inf in a tensor of "
-            f"shape {tuple(w.shape)}; check the checkpoint, store other tensors as fp16")
-    return w if w.dtype == torch.float64 else w.float()
-
-
-def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """GPTQ-lite (PR #414) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
-
-    Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES.
-    Raises GolfError for a NaN or inf.
-    """
-    wide, tried = finite_matrix(w), []
-    for quantile in CLIP_QUANTILES:
-        scale = row_scale(row_clip(wide, quantile), qmax, floor)
-        q = quantize_rows(wide, scale, qmax)
-        tried.append((q, scale, (wide - dequantize_rows(q, scale)).square().mean((-2, -1))))
-    qs, scales, errors = map(torch.stack, zip(*tried, strict=True))
-    # how many candidates stand before the first best; argmin may return any of equal ones
-    index = (errors > errors.amin(0)).cumprod(0).sum(0)
-    pick = index.expand(1, *index.shape)[..., None]
-    q = qs.gather(0, pick[..., None].expand_as(qs[:1]))[0]
-    return q, scales.gather(0, pick.expand_as(scales[:1]))[0], index
-
-
-def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
-    """As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows].
-
-    Raises GolfError for a NaN.
-    """
-    wide = finite_matrix(w)
-    clip = row_clip(wide, INT8_QUANTILE)
-    least = 1.0 / 127 if floor else FP16_TINY
-    scale = (clip / 127).clamp(least, FP16_HUGE)
-    bounded = wide.clamp(-clip[..., None], clip[..., None])
-    return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
-
-
-# ---- golfnb/averaging.py ----
-# torch gives out torch._foreach_lerp_ and its like without saying so to type checkers:
-# pyright: reportPrivateImportUsage=false
-
-
-def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
-    "Copies in at least fp32: in bf16 an average would swallow its small steps."
-    return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
-
-
-class Average:
-    """What a training asks of an average of the weights: derive yours from this.
-
-    - `update(tensors, step, lr_schedule)`: take in the weights after `step`, made at `lr_schedule`
-      of the peak learning rate; always in the same order, and never waits
-    - `weights()`: copies, in at least fp32, of the weights to export
-    - `state()`: name -> live tensors that a checkpoint must keep
-    """
-    update: Callable[..., None]
-    weights: Callable[[], list[Tensor]]
-    state: Callable[[], dict[str, list[Tensor]]]
-
-    def remark(self, log):
-        "Write into the log what there is to say of the exported weights; may wait for the GPU."
-
-
-class Ema(Average):
-    "E = decay*E + (1-decay)*W after every step (PR #549), from the initial weights `tensors`."
-
-    def __init__(self, tensors: list[Tensor], decay: float = 0.997):
-        require(0 <= decay < 1,
-                f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
-        self.tensors = wide_copy(tensors)
-        self.decay = decay
-
-    @torch.no_grad()
-    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
-        "Add the weights after a step, in the same order; the CPU does not wait for the GPU."
-        now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
-        torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
-
-    def weights(self) -> list[Tensor]:
-        "Copies of the average."
-        return wide_copy(self.tensors)
-
-    def state(self) -> dict[str, list[Tensor]]:
-        "The average itself."
-        return {"ema": self.tensors}
-
-
-@dataclass
-class AveragingSettings(BaseSettings):
-    "How the averages of the weights are taken."
-    ema_decay: float = setting(0.997, "weight of the old average at each step: ratio",
-                               bounds="[0, 1)")
-    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps",
-                             bounds="> 0")
-
-
-# ---- golfnb/shards.py ----
-def cannot_write(path: Path, error: OSError) -> GolfError:
-    "What to raise where a file cannot be written."
-    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
-    return GolfError(f"cannot write {path} ({error.strerror}; {free:,} bytes free on its disk): "
-                     "free some space or write elsewhere")
-
-
-def atomic_write(path: str | Path, data: bytes | str) -> None:
-    "Write a file whole or not at all; text as UTF-8. Raises GolfError if it cannot be written."
-    path = Path(path)
-    temp = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    if isinstance(data, str):
-        data = data.encode()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temp, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temp, path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    finally:
-        with suppress(OSError):
-            temp.unlink(missing_ok=True)  # it is there only if something failed
-
-
-SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-HEADER_BYTES = 1024
-
-
-@contextmanager
-def shard_file(path: str | Path):
-    "An open shard and its number of tokens. GolfError if it is missing, damaged or no shard."
-    try:
-        with open(path, "rb", buffering=0) as file:
-            stat = os.fstat(file.fileno())
-            yield file, _checked_header(str(path), stat.st_size, stat.st_mtime_ns)
-    except OSError as error:
-        raise GolfError(f"cannot read shard {path} ({error.strerror}): check the path") from None
-
-
-def read_header(path: str | Path) -> int:
-    "The tokens in a shard. Raises GolfError as `shard_file` does."
-    with shard_file(path) as (_, tokens):
-        return tokens
-
-
-@cache
-def _checked_header(path: str, size: int, mtime_ns: int) -> int:
-    "The tokens that the header of a file of this size and time promises."
-    magic, version, tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
-    wanted = HEADER_BYTES + 2 * max(tokens, 0)
-    require(size >= HEADER_BYTES + 2, f"shard {path} must have a header of {HEADER_BYTES} bytes "
-            f"and at least one token, found {size} bytes: it is empty or cut off, build it again")
-    require(magic == SHARD_MAGIC, f"shard {path} must start with magic {SHARD_MAGIC}, found "
-            f"{magic}: it is no token shard")
-    require(version == SHARD_VERSION, f"shard {path} must be of version {SHARD_VERSION}, found "
-            f"{version}: build it again")
-    require(tokens > 0 and size == wanted, f"shard {path} must have {wanted:,} bytes for its "
-            f"{tokens:,} tokens, found {size:,}: it is cut off or damaged, copy or build it again")
-    return tokens
-
-
-def read_span(path: str | Path, begin: int, count: int, expected: int | None = None) -> np.ndarray:
-    """A copy of `count` tokens of a shard, from token `begin` on: uint16 [count].
-
-    Raises GolfError as `shard_file` does, if the shard no longer has
-    `expected` tokens, or if it ends early.
-    """
-    with shard_file(path) as (file, tokens):
-        wanted = expected or tokens
-        require(tokens == wanted, f"shard {path} must keep its {wanted:,} tokens while training "
-                f"runs, found {tokens:,}: do not change shards in use")
-        part = np.fromfile(file, "<u2", count, offset=HEADER_BYTES + 2 * begin)
-    require(part.size == count, f"shard {path} must hold tokens {begin:,} to {begin + count:,}, "
-            f"{count - part.size:,} of them missing: it is cut off or damaged, build it again")
-    return part
-
-
-SHARD_NAME = re.compile(r"(.+)_(train|val)_[0-9]+\.bin")
-PATTERN_SIDE = re.compile(r"_(train|val)_[^_]*$")
-
-
-def shard_name(path: str | Path) -> tuple[str, str]:
-    "Corpus and side (train or val) of a shard, as its name says; two empty words for another name."
-    found = SHARD_NAME.fullmatch(Path(path).name)
-    return (found[1], found[2]) if found else ("", "")
-
-
-def matching_shards(pattern: str | Path) -> tuple[list[Path], list[Path]]:
-    """Which files that a pattern matches are shards of its side, and the others, sorted.
-
-    A pattern that names no side takes both. One file, named whole, is taken whatever its name.
-    """
-    text = str(pattern)
-    if os.path.isfile(text):
-        return [Path(text)], []
-    named = PATTERN_SIDE.search(Path(text).name)
-    sides = [named[1]] if named else ["train", "val"]
-    taken, others = [], []
-    for path in sorted(filter(os.path.isfile, glob.glob(text))):
-        kind = taken if shard_name(path)[1] in sides else others
-        kind.append(Path(path))
-    return taken, others
-
-
-def find_shards(pattern: str | Path) -> list[Path]:
-    "The shards that a path or a pattern with * and ? names, sorted. GolfError if there is none."
-    taken, others = matching_shards(pattern)
-    found = f"only {others[0].name} or the like" if others else "none"
-    require(taken, f"no shard matches {pattern}: expected at least one file, named as "
-            f"NAME_train_000000.bin or NAME_val_000000.bin are, found {found}; "
-            "check the directory (DATA_PATH) and the pattern")
-    return taken
-
-
-def left_out(*patterns: str | Path) -> str:
-    "A note on files that match and `find_shards` does not take; empty if there are none."
-    others = [path.name for pattern in patterns for path in matching_shards(pattern)[1]]
-    if not others:
-        return ""
-    return (f"note: {len(others):,} files beside the shards are left out, as their names are not "
-            f"those of shards: {', '.join(others[:3])}")
-
-
-def check_tokens(path: str | Path, tokens: np.ndarray, vocab_size: int) -> None:
-    "Raise GolfError unless these tokens of a shard are below `vocab_size`."
-    if tokens.max(initial=0) >= vocab_size:
-        raise GolfError(f"tokens of {path} must be below VOCAB_SIZE={vocab_size}, found "
-                        f"{tokens.max()}: the shard belongs to another tokenizer")
-
-
-def read_tokens(pattern: str | Path, vocab_size: int | None = None) -> np.ndarray:
-    "The tokens of all matching shards, uint16 [n]. GolfError unless all are below `vocab_size`."
-    parts = []
-    for path in find_shards(pattern):
-        parts.append(read_span(path, 0, read_header(path)))
-        check_tokens(path, parts[-1], vocab_size or 65_536)
-    return np.concatenate(parts).astype(np.uint16, copy=False)
-
-
-def val_tokens(pattern: str | Path, seq_len: int, vocab_size: int) -> np.ndarray:
-    "The validation stream, uint16 [rows * seq_len + 1]. Raises GolfError for less than one row."
-    tokens = read_tokens(pattern, vocab_size=vocab_size)
-    rows = (tokens.size - 1) // seq_len
-    require(rows > 0, f"validation must hold at least one window of {seq_len} tokens and one "
-            f"more, found {tokens.size} tokens in {pattern}: use more validation text or a shorter "
-            "window")
-    return tokens[: rows * seq_len + 1]
-
-
-def bytes_note(shards: Sequence[Path]) -> str:
-    """A note where a score of validation shards divides by other bytes than those of their text.
-
-    The manifest beside them says so; empty if not, or if it does not know them.
-    """
-    try:
-        made = json.loads(shards[0].with_name("manifest.json").read_bytes())["val"]
-        counted, whole = int(made["counted_bytes"]), int(made["text_bytes"])
-        known = {shard["name"] for shard in made["shards"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""  # published shards have no manifest, and those of earlier versions no such count
-    if counted == whole or not known.issuperset(path.name for path in shards):
-        return ""
-    return (f"note: bits per byte are counted on {counted:,} bytes; the validation text has "
-            f"{whole:,}, which the tokenizer's normalisation changes")
-
-
-# ---- golfnb/loader.py ----
+# ---- golfnb/text/loader.py ----
 class WindowSampler(Iterator):
     """An endless iterator over one rank's rows of each micro-batch, uint16 [rows, seq_len + 1].
 
@@ -3448,7 +3311,66 @@ class Loader(Iterator):
         return batch
 
 
-# ---- golfnb/train.py ----
+# ---- golfnb/run/average.py ----
+# torch gives out torch._foreach_lerp_ and its like without saying so to type checkers:
+# pyright: reportPrivateImportUsage=false
+
+
+def wide_copy(tensors: list[Tensor]) -> list[Tensor]:
+    "Copies in at least fp32: in bf16 an average would swallow its small steps."
+    return [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
+
+
+class Average:
+    """What a training asks of an average of the weights: derive yours from this.
+
+    - `update(tensors, step, lr_schedule)`: take in the weights after `step`, made at `lr_schedule`
+      of the peak learning rate; always in the same order, and never waits
+    - `weights()`: copies, in at least fp32, of the weights to export
+    - `state()`: name -> live tensors that a checkpoint must keep
+    """
+    update: Callable[..., None]
+    weights: Callable[[], list[Tensor]]
+    state: Callable[[], dict[str, list[Tensor]]]
+
+    def remark(self, log):
+        "Write into the log what there is to say of the exported weights; may wait for the GPU."
+
+
+class Ema(Average):
+    "E = decay*E + (1-decay)*W after every step (PR #549), from the initial weights `tensors`."
+
+    def __init__(self, tensors: list[Tensor], decay: float = 0.997):
+        require(0 <= decay < 1,
+                f"EMA_DECAY must lie in [0, 1), found {decay}: 0 keeps only the last weights")
+        self.tensors = wide_copy(tensors)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, tensors: list[Tensor], step: int = 0, lr_schedule: Tensor | float = 1.0):
+        "Add the weights after a step, in the same order; the CPU does not wait for the GPU."
+        now = [t.detach().to(e.dtype) for t, e in zip(tensors, self.tensors, strict=True)]
+        torch._foreach_lerp_(self.tensors, now, 1 - self.decay)
+
+    def weights(self) -> list[Tensor]:
+        "Copies of the average."
+        return wide_copy(self.tensors)
+
+    def state(self) -> dict[str, list[Tensor]]:
+        "The average itself."
+        return {"ema": self.tensors}
+
+
+@dataclass
+class AveragingSettings(BaseSettings):
+    "How the averages of the weights are taken."
+    ema_decay: float = setting(0.997, "weight of the old average at each step: ratio",
+                               bounds="[0, 1)")
+    swa_every: int = setting(50, "steps between two snapshots of the tight average: steps",
+                             bounds="> 0")
+
+
+# ---- golfnb/run/train.py ----
 @dataclass
 class TrainSettings(AveragingSettings, ComputeSettings):
     "How long a run trains, on which schedule, and what it logs."
@@ -3941,7 +3863,86 @@ def rehearse(t: Trainer, step: Callable, log: RunLog):
             log.line(f"warmup_step:{n}/{count}")
 
 
-# ---- golfnb/quantize.py ----
+# ---- golfnb/file/grid.py ----
+# GPTQ-lite's candidates; 1.0 is the row maximum
+CLIP_QUANTILES = (0.999, 0.9995, 0.9999, 0.99999, 1.0)
+INT8_QUANTILE = 0.9999984                               # the one clip of int8 rows
+FP16_TINY = 2.0 ** -24                                  # smallest positive fp16
+FP16_HUGE = 65504.0                                     # and the largest
+
+
+def row_clip(w: Tensor, quantile: float) -> Tensor:
+    "Row-wise quantiles [..., rows] of |w| [..., rows, cols], linear between neighbours."
+    magnitude = w.abs() if w.dtype == torch.float64 else w.abs().float()
+    if quantile >= 1.0:
+        return magnitude.amax(-1)
+    rows = magnitude.reshape(-1, w.shape[-1])
+    parts = rows.split(max(1, 2 ** 23 // w.shape[-1]))  # torch.quantile takes 16 million elements
+    return torch.cat([torch.quantile(p, quantile, dim=1) for p in parts]).reshape(w.shape[:-1])
+
+
+def row_scale(clip: Tensor, qmax: int, floor: bool = False) -> Tensor:
+    "Step of the grid for `clip` [..., rows], as fp16 holds it; with `floor` at least 1/qmax."
+    least = 1.0 / qmax if floor else FP16_TINY
+    scale = (clip / qmax).clamp(least, FP16_HUGE)
+    return scale.to(torch.float16).to(clip.dtype)
+
+
+def quantize_rows(w: Tensor, scale: Tensor, qmax: int) -> Tensor:
+    "The nearest grid points of w [..., rows, cols] by `scale` [..., rows]: int8, ties to even."
+    return (w / scale[..., None]).round().clamp(-qmax, qmax).to(torch.int8)
+
+
+def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
+    "The weights that integers q [..., rows, cols] stand for, in the dtype of `scale` [..., rows]."
+    return q.to(scale.dtype) * scale[..., None]
+
+
+def finite_matrix(w: Tensor) -> Tensor:
+    """w [..., rows, cols] in fp32 at least.
+
+    Raises GolfError if it is no matrix, empty, or holds a NaN or inf.
+    """
+    bad = int((~torch.isfinite(w)).sum())
+    require(not bad and w.ndim >= 2 and w.numel(),
+            f"quantization needs a matrix of finite weights: found {bad} NaN or inf in a tensor of "
+            f"shape {tuple(w.shape)}; check the checkpoint, store other tensors as fp16")
+    return w if w.dtype == torch.float64 else w.float()
+
+
+def best_clip(w: Tensor, qmax: int = 31, floor: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """GPTQ-lite (PR #414) on w [..., rows, cols]; each matrix of a batch gets its own quantile.
+
+    Returns q int8 [..., rows, cols], scale [..., rows] and the index [...] into CLIP_QUANTILES.
+    Raises GolfError for a NaN or inf.
+    """
+    wide, tried = finite_matrix(w), []
+    for quantile in CLIP_QUANTILES:
+        scale = row_scale(row_clip(wide, quantile), qmax, floor)
+        q = quantize_rows(wide, scale, qmax)
+        tried.append((q, scale, (wide - dequantize_rows(q, scale)).square().mean((-2, -1))))
+    qs, scales, errors = map(torch.stack, zip(*tried, strict=True))
+    # how many candidates stand before the first best; argmin may return any of equal ones
+    index = (errors > errors.amin(0)).cumprod(0).sum(0)
+    pick = index.expand(1, *index.shape)[..., None]
+    q = qs.gather(0, pick[..., None].expand_as(qs[:1]))[0]
+    return q, scales.gather(0, pick.expand_as(scales[:1]))[0], index
+
+
+def quantize_int8(w: Tensor, floor: bool = False) -> tuple[Tensor, Tensor]:
+    """As published: q int8 [rows, cols] by the unrounded scale, fp16 scale [rows].
+
+    Raises GolfError for a NaN.
+    """
+    wide = finite_matrix(w)
+    clip = row_clip(wide, INT8_QUANTILE)
+    least = 1.0 / 127 if floor else FP16_TINY
+    scale = (clip / 127).clamp(least, FP16_HUGE)
+    bounded = wide.clamp(-clip[..., None], clip[..., None])
+    return quantize_rows(bounded, scale, 127), row_scale(clip, 127, floor)
+
+
+# ---- golfnb/file/quantize.py ----
 KIND_DTYPES = {"int6": "|i1", "int8": "|i1", "fp16": "<f2", "fp32": "<f4", "fp64": "<f8",
                "bf16": "<u2"}
 FLOATS = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
@@ -4040,7 +4041,7 @@ def dequantize_state(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     return state
 
 
-# ---- golfnb/artifact.py ----
+# ---- golfnb/file/artifact.py ----
 ARTIFACT_CAP = 16_000_000  # bytes: artifact and code together, decimal megabytes
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"\x93GOLFNB\n", 1
 PREFIX_BYTES = 48  # magic 8, version 4, length of the header 4, checksum 32
@@ -4146,8 +4147,8 @@ def seal(header: bytes, payload: bytes) -> bytes:
 def refuse_word(codec) -> None:
     "Raise GolfError for the name of a codec where the codec itself is wanted."
     require(not isinstance(codec, str),
-            f"a codec must be an object of golfnb.artifact, found the word {codec!r}: give Plain() "
-            "for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
+            f"a codec must be an object of golfnb.file.artifact, found the word {codec!r}: give "
+            "Plain() for none, or Lzma(), Zlib(), Rans(), Best(), Brotli() or Zstd()")
 
 
 def pack_bytes(packed: Mapping[str, Packed], meta: dict, codec: Plain) -> bytes:
@@ -4268,7 +4269,7 @@ def ledger_rows(header: dict, file_bytes: int, code_bytes: int) -> list[tuple[st
     return rows
 
 
-# ---- golfnb/evaluate.py ----
+# ---- golfnb/score/evaluate.py ----
 def windows(n_targets: int, seq_len: int, stride: int) -> tuple[Tensor, Tensor]:
     """First tokens `starts [W]` of windows of min(seq_len, n_targets)
     tokens that score every target once.
@@ -4379,7 +4380,7 @@ class EvalSettings(BaseSettings):
                               f"found {stride} and {row}: lower EVAL_STRIDE")
 
 
-# ---- golfnb/run.py ----
+# ---- golfnb/run/run.py ----
 @dataclass
 class RunSettings(BaseSettings):
     "The name of a run, and where it reads and writes."
@@ -4772,7 +4773,7 @@ def start(program: str, main: Callable, group: type, own: Mapping,
     os._exit(0)  # nothing is left to do, and libraries may fail at tearing themselves down
 
 
-# ---- golfnb/ttt.py ----
+# ---- golfnb/score/ttt.py ----
 class Ledger:
     """What was scored and learnt, in order.
 

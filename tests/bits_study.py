@@ -7,7 +7,7 @@ ITERATIONS=1500 WARMDOWN_ITERS=600 MAX_WALLCLOCK_SECONDS=0 TRAIN_BATCH_TOKENS=19
 line for each way and size, and writes the samples that nbs/results/bits_*.json hold: loss and KL
 to the unquantized model on the validation text, in nats a token, with quantiles over documents;
 "choice", the KL of every second document, is for choosing between ways, and what is "judged" is
-of the others. The last way is golfnb.bits as recipe `trellis` has it, in a real file. WAYs that
+of the others. The last way is golfnb.file.bits as recipe `trellis` has it, in a real file. WAYs that
 are named are the only ones. Needs a GPU: about 7 minutes on an H100.
 """
 
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import golfnb.model as model_module
-from golfnb.artifact import (
+import golfnb.model.golf as model_module
+from golfnb.file.artifact import (
     Best,
     Quick,
     ledger_rows,
@@ -33,10 +33,10 @@ from golfnb.artifact import (
     open_container,
     pack_bytes,
 )
-from golfnb.bits import fit_trellis, sensitivities
-from golfnb.layers import softcap
-from golfnb.loader import CoprimeSampler
-from golfnb.model import (
+from golfnb.file.bits import fit_trellis, sensitivities
+from golfnb.model.layers import softcap
+from golfnb.text.loader import CoprimeSampler
+from golfnb.model.golf import (
     BLOCK_MATRICES,
     Block,
     load_named,
@@ -44,17 +44,17 @@ from golfnb.model import (
     model_from_settings,
     saved_settings,
 )
-from golfnb.parallel_muon import Ranks
-from golfnb.quantize import (
+from golfnb.model.engine import Ranks
+from golfnb.file.quantize import (
     calibration_batches,
     dequantize_state,
     hessian_factor,
     pack_rows,
     quantize_state,
 )
-from golfnb.shards import find_shards, read_tokens
-from golfnb.trellis import trellis_levels, trellis_path
-from golfnb.trellis_file import dequantize_trellis
+from golfnb.text.shards import find_shards, read_tokens
+from golfnb.file.trellis import trellis_levels, trellis_path
+from golfnb.file.trellis_file import dequantize_trellis
 
 WHOLE, CODE = 16_000_000, 57_500  # bytes of a file, and of golf's packed script in it
 SHARES = (1.0, 0.8, 1.25)
@@ -137,7 +137,7 @@ WAYS = [
         contexts=True,
     ),
 ]
-PRODUCT = Way("golfnb.bits, a real file")
+PRODUCT = Way("golfnb.file.bits, a real file")
 
 
 class Watch:
@@ -546,7 +546,7 @@ class Scorer:
 
 
 class Product:
-    "golfnb.bits: sensitivities, steps, trellis and file of recipe `trellis`."
+    "golfnb.file.bits: sensitivities, steps, trellis and file of recipe `trellis`."
 
     def __init__(self, model, meta, named, batches, device):
         self.named, self.meta, self.ranks = named, meta, Ranks(0, 1, device)

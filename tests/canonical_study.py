@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from golfnb.artifact import load_model
-from golfnb.shards import open_shard
-from golfnb.studies.bench import record_result
+from golfnb.file.artifact import load_model
+from golfnb.text.shards import open_shard
+from golfnb.tools.results import record_result
 from golfnb.studies.canonical import canonical_mask, masked_nats, merging_pieces
 from golfnb.tools.data import load_tokenizer
 

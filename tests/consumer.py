@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import golfnb
-from golfnb.layout import bank_per_shape
-from golfnb.loader import Loader, SequentialSampler, grad_accum
-from golfnb.model import Golf, WeightedSkips
+from golfnb.model.engine import AdamW, ClipMean, Engine, Muon, Ranks
+from golfnb.model.golf import Golf, WeightedSkips
+from golfnb.model.layout import bank_per_shape
 from golfnb.muon.newton_schulz import quintic
-from golfnb.parallel_muon import AdamW, ClipMean, Engine, Muon, Ranks
 from golfnb.recipes.pr549 import Settings
-from golfnb.run import open_run
+from golfnb.run.run import open_run
+from golfnb.text.loader import Loader, SequentialSampler, grad_accum
 
 def train_one_s_own(model: nn.Module, batches: list[torch.Tensor]) -> None:
     "A module of one's own under ParallelMuon."

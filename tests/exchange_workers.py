@@ -124,7 +124,7 @@ def numbered(bucket, matrices, stacks) -> list:
 def check_finish(buckets, matrices, group):
     seen = []
     for b in buckets:
-        for m, piece, result in b.finish():
+        for m, piece, result in zip(b.everything, b.pieces, b.results()):
             expected = 7 * matrices.index(m) + torch.arange(m.elements).view(m.rows, m.cols) % 3
             assert torch.equal(result.to(F64), expected[piece.rows, piece.cols].to(F64)), m.name
             seen.append(m)
@@ -164,7 +164,7 @@ def sharded(group: Group, dtype=None):
         b.give_back(numbered(b, matrices, made))
     seen = 0
     for b in buckets:
-        for m, _, result in b.finish():
+        for m, result in zip(b.everything, b.results()):
             block_of(m, m.param.detach()).copy_(result)
             seen += 1
     assert seen == len(matrices)
@@ -263,7 +263,7 @@ class SmallMuon:
         for b in self.buckets:
             b.give_back([quintic(t) for t in b.whole()])
         for b in self.buckets:
-            for m, _, made in b.finish():
+            for m, made in zip(b.everything, b.results()):
                 block = block_of(m, m.param.detach())
                 block.mul_(1 - RATE * DECAY).add_(made, alpha=-RATE * math.sqrt(max(1, m.rows / m.cols)))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from golfnb.muon.grouping import param_groups
 from golfnb.muon.optimizer import ParallelMuon
-from golfnb.studies.bench import record_result
+from golfnb.tools.results import record_result
 
 SEEDS, STEPS, EVERY, VOCAB, LENGTH, ROWS = (7, 42, 1337), 300, 20, 16, 32, 16
 

@@ -16,7 +16,7 @@ import workers
 from tiny import own_program
 
 from golfnb.recipes import demo
-from golfnb import run as core
+from golfnb.run import run as core
 from golfnb.tools.checkpoint import open_kept
 from golfnb.tools.guard import guarded_rank
 

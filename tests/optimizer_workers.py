@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from golfnb.bank_rule import BankRule
-from golfnb.layout import bank_per_shape, mlp_in_one_bank
-from golfnb.model import Golf, ModelSettings, init_model, named_state
+from golfnb.model.bank_rule import BankRule
+from golfnb.model.layout import bank_per_shape, mlp_in_one_bank
+from golfnb.model.golf import Golf, ModelSettings, init_model, named_state
 from golfnb.muon.errors import OptimizerError
 from golfnb.muon.exchange import local
 from golfnb.muon.grouping import param_groups
@@ -28,10 +28,10 @@ from golfnb.muon.newton_schulz import quintic
 from golfnb.muon.optimizer import ParallelMuon
 from golfnb.muon.rules import RULES, Rule, replace
 from golfnb.muon.sharded import ChunkedTensor, ShardedState
-from golfnb.parallel_muon import AdamW, ClipMean, Engine, Muon
+from golfnb.model.engine import AdamW, ClipMean, Engine, Muon
 from golfnb.settings import GolfError
 from golfnb.studies.peers import Matrices
-from golfnb.train import training_loss
+from golfnb.run.train import training_loss
 
 ROWS, VOCAB, MU = 24, 23, 0.9
 SETTINGS = dict(lr=0.02, momentum=MU, weight_decay=0.1, adam_lr=0.01, adam_weight_decay=0.05)
@@ -863,17 +863,21 @@ class Sign(Rule):
         return scaled.sign() * scaled.abs().sqrt() + state["corner"].mean((-2, -1), keepdim=True)
 
 
-def bench_of_peers(ranks) -> tuple:
-    "Series and what is left out of `bench peers` on these ranks; weights after torch's step with gradients that differ."
+def peers_on_ranks(ranks) -> dict:
+    "What `bench peers` steps: this rank's gradients, and weights after a step of ours and of torch's."
     from golfnb.studies import peers
-    from golfnb.studies.bench import BenchJob
 
-    samples, _, facts = peers.bench_peers(BenchJob("peers", steps=2, rounds=1, warmup=1, sizes=["16x2"]), ranks, {})
-    blocks = peers.Matrices(16, 2, "fp32").build("cpu")
-    for p in blocks.parameters():
-        p.grad *= 1 + 2 * ranks.rank  # on two ranks their mean is twice the first's
-    peers.averaged_step(blocks)()
-    return sorted(samples), sorted(facts["left_out"]), [p.detach().clone() for p in blocks.parameters()]
+    found = {}
+    for name, way in peers.own_ways(torch.device("cpu")).items():
+        blocks = peers.Matrices(16, 2, "fp32").build("cpu")
+        found["grads"] = [p.grad.clone() for p in blocks.parameters()]
+        step = way.build(blocks)
+        if way.averaged:
+            peers.averaged_step(blocks, step)
+        else:
+            step()
+        found[name] = [p.detach().clone() for p in blocks.parameters()]
+    return found
 
 
 def on_one_dimension(ranks) -> list:

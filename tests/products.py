@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from golfnb.muon.newton_schulz import half_product, newton_schulz
-from golfnb.studies.bench import record_result
+from golfnb.tools.results import record_result
 
 TILES = ((64, 4), (128, 4), (128, 8))
 SIDES = (256, 384, 512, 768, 1024, 1536, 2048, 4096)

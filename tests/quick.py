@@ -83,7 +83,7 @@ def stated_seconds(notebook: Path) -> int:
 def imported(root: Path, path: Path) -> set[str]:
     """Every name that a file imports, with its dots.
 
-    `from golfnb.run import run` gives golfnb.run and golfnb.run.run: a module or what is in one.
+    `from golfnb.run import run` gives golfnb.run.run and golfnb.run.run: a module or what is in one.
     """
     package = module_name(path.parent / "__init__.py").split(".")
     return names_imported((root / path).read_text(encoding="utf-8"), package)

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from forked import fork_processes
 
-from golfnb.adapters import AdapterSettings, score_documents
-from golfnb.bpb import ByteTable
-from golfnb.evaluate import plain_loss, sliding_loss
-from golfnb.frontier import SavedFrontier
-from golfnb.model import FreezeBlocks, SavedModel, init_model, load_named, model_from_settings, named_state
-from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
-from golfnb.ttt import TttSettings, score_first
+from golfnb.score.adapters import AdapterSettings, score_documents
+from golfnb.text.bpb import ByteTable
+from golfnb.score.evaluate import plain_loss, sliding_loss
+from golfnb.model.frontier import SavedFrontier
+from golfnb.model.golf import FreezeBlocks, SavedModel, init_model, load_named, model_from_settings, named_state
+from golfnb.model.engine import Ranks, start_ranks, stop_ranks
+from golfnb.score.ttt import TttSettings, score_first
 
 
 @dataclass

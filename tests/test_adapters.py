@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from golfnb import adapters
-from golfnb.adapters import document_spans, first_adapters, slot_count, slot_plan, row_fill, score_documents
+from golfnb.score import adapters
+from golfnb.score.adapters import document_spans, first_adapters, slot_count, slot_plan, row_fill, score_documents
 from golfnb.settings import GolfError
-from golfnb.layers import rms_norm, token_nll
-from golfnb.model import Block, named_state
-from golfnb.parallel_muon import Ranks
-from golfnb.quantize import deal_jobs
-from golfnb.ttt import Ledger
+from golfnb.model.layers import rms_norm, token_nll
+from golfnb.model.golf import Block, named_state
+from golfnb.model.engine import Ranks
+from golfnb.file.quantize import deal_jobs
+from golfnb.score.ttt import Ledger
 from score_workers import DOCS, FrontierScores, golf_on, random_state, random_table, texts
 
 ALONE = Ranks()
@@ -317,8 +317,8 @@ def test_compiled_for_each_kind_of_block(monkeypatch):
 
 def test_adapters_go_with_the_settings_of_every_recipe():
     "Also of one that has no settings of test-time training."
-    from golfnb.adapters import AdapterSettings
-    from golfnb.tools.cli import with_adapters
+    from golfnb.score.adapters import AdapterSettings
+    from golfnb.tools.scoring import with_adapters
     from golfnb.tools.programs import RECIPES, find_program
 
     for recipe in RECIPES:

@@ -19,15 +19,15 @@ from dataclasses import asdict
 import pytest
 import torch
 
-import golfnb.artifact as artifact
+import golfnb.file.artifact as artifact
 from tiny import model_settings, settings_for
 
-from golfnb.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, Best, Brotli, Lzma, Plain, Rans, Zlib, Zstd, artifact_ledger, check_codec, decompress_section, export_safetensors, import_safetensors,
+from golfnb.file.artifact import (ARTIFACT_CAP, CODECS, PREFIX_BYTES, Best, Brotli, Lzma, Plain, Rans, Zlib, Zstd, artifact_ledger, check_codec, decompress_section, export_safetensors, import_safetensors,
                              ledger_rows, load_artifact, load_model, load_weights, open_own, pack_bytes, save_artifact, save_weights, seal, unpack_bytes)
-from golfnb.bpb import tokenizer_hash
+from golfnb.text.bpb import tokenizer_hash
 from golfnb.settings import GolfError
-from golfnb.model import init_model, model_from_settings, named_state
-from golfnb.quantize import Packed, dequantize_state, pack_plain, pack_rows, pack_std, quantize_state
+from golfnb.model.golf import init_model, model_from_settings, named_state
+from golfnb.file.quantize import Packed, dequantize_state, pack_plain, pack_rows, pack_std, quantize_state
 
 STDLIB_CODECS = [Lzma(), Zlib(), Rans(), Best(), Plain()]
 each_codec = pytest.mark.parametrize("codec", STDLIB_CODECS, ids=lambda codec: codec.name)
@@ -298,7 +298,7 @@ def test_a_reader_accepts_only_the_codecs_it_brings():
     for read in (lambda: unpack_bytes(data, Lzma()), lambda: unpack_foreign(data, Lzma().known()), lambda: unpack_foreign(data, {})):
         with pytest.raises(GolfError, match="'zlib'"):
             read()
-    for name in ("best", "os", "golfnb.artifact.Lzma", "__class__", ["lzma"], {"lzma": 1}, None, 3, "x" * 10_000):
+    for name in ("best", "os", "golfnb.file.artifact.Lzma", "__class__", ["lzma"], {"lzma": 1}, None, 3, "x" * 10_000):
         with pytest.raises(GolfError, match=re.escape(f"{name!r:.60}")) as caught:
             unpack_foreign(sealed(GOOD | {"sections": [["int6", name, 4], ["scale", "none", 4]]}, bytes(8)))
         assert len(str(caught.value)) < 300

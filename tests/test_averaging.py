@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from golfnb.averaging import AveragingSettings, Ema, EmaAndSwa, NoAverage, Swa
+from golfnb.run.average import AveragingSettings, Ema, EmaAndSwa, NoAverage, Swa
 from golfnb.settings import GolfError
 from golfnb.studies.variants import AVERAGES
 from golfnb.tools.guard import share_of_initial_weights

@@ -10,13 +10,13 @@ import pytest
 from tiny import TINY, golfnb, one_sentence
 
 from golfnb.studies import bench
-from golfnb.studies.bench import (BENCHES, BenchJob, answer_with_ms, bench_eval, bench_function, bench_shards, bench_threads, changed_settings, measure_part, median_bound, read_result, record_run, result_path,
-                          run_bench, run_rounds, settings_diff, timed_block)
+from golfnb.studies.bench import BENCHES, BenchJob, answer_with_ms, bench_eval, bench_function, bench_shards, bench_threads, changed_settings, measure_part, median_bound, record_run, result_path, run_bench, run_rounds, timed_block
+from golfnb.tools.results import read_result, settings_diff
 from golfnb.settings import GolfError
 from golfnb.studies.variants import read_variant
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.recipes import golf
-from golfnb.shards import write_shard
+from golfnb.text.shards import write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {**TINY, "MODEL_DIM": "64", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096", "TTT_LORA_RANK": "2", "TTT_BATCH_SIZE": "2"}

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from forked import fork_processes
 from tiny import TINY, golfnb, run_quietly, tiny_data, torchrun
 
-import golfnb.model as model_module
-from golfnb.artifact import Best, load_artifact, load_model, pack_bytes, save_artifact
-from golfnb.bits import (
+import golfnb.model.golf as model_module
+from golfnb.file.artifact import Best, load_artifact, load_model, pack_bytes, save_artifact
+from golfnb.file.bits import (
     NEAR,
     TRIES,
     Sensitivity,
@@ -28,17 +28,17 @@ from golfnb.bits import (
     sensitivities,
     watched,
 )
-from golfnb.layers import softcap
-from golfnb.layout import bank_per_shape, matrix_names
-from golfnb.model import Golf, init_model, load_named, named_state
-from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
-from golfnb.quantize import Gptq, NothingFits, calibrate, dequantize_state, fit_state, hessian_factor, int6_matrices, quantize_state, shared_out
+from golfnb.model.layers import softcap
+from golfnb.model.layout import bank_per_shape, matrix_names
+from golfnb.model.golf import Golf, init_model, load_named, named_state
+from golfnb.model.engine import Ranks, start_ranks, stop_ranks
+from golfnb.file.quantize import Gptq, NothingFits, calibrate, dequantize_state, fit_state, hessian_factor, int6_matrices, quantize_state, shared_out
 from golfnb.recipes import golf, trellis
 from golfnb.settings import GolfError
 from golfnb.tools.programs import settings_of
 from golfnb.tools.report import read_summary
-from golfnb.trellis import trellis_encode, trellis_levels
-from golfnb.trellis_file import LARGEST_INDEX, dequantize_trellis, pack_trellis
+from golfnb.file.trellis import trellis_encode, trellis_levels
+from golfnb.file.trellis_file import LARGEST_INDEX, dequantize_trellis, pack_trellis
 
 CFG = settings_of(golf, {"NUM_LAYERS": "2", "MODEL_DIM": "48", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "VOCAB_SIZE": "80", "ROPE_DIMS": "4", "BIGRAM_VOCAB_SIZE": "40", "BIGRAM_DIM": "8", "VE_LAYERS": "1", "VE_DIM": "8",
                          "XSA_LAST_N": "1", "TRAIN_SEQ_LEN": "24", "EVAL_SEQ_LEN": "24", "EVAL_STRIDE": "8", "SMALL_TENSOR": "300"})

@@ -9,11 +9,11 @@ import sentencepiece as spm
 import torch
 from tiny import golfnb, one_sentence
 
-from golfnb.adapters import document_spans
-from golfnb.bpb import byte_table, document_mark, load_tokenizer
+from golfnb.score.adapters import document_spans
+from golfnb.text.bpb import byte_table, document_mark, load_tokenizer
 from golfnb.recipes import pr2135
 from golfnb.settings import GolfError
-from golfnb.shards import check_marks, write_shard
+from golfnb.text.shards import check_marks, write_shard
 from golfnb.studies.packed import PackedSampler, index_documents
 from golfnb.tools.data import build_shards, count_overlap, inspect_shard, recut_shards, stdlib_documents
 from golfnb.tools.play import Player

@@ -9,7 +9,7 @@ import sentencepiece as spm
 import torch
 from hypothesis import given, settings, strategies as st
 
-from golfnb.bpb import ByteTable, bits_per_byte, byte_table, encode_text, load_tokenizer, target_bytes, tokenizer_hash, unigram_bpb
+from golfnb.text.bpb import ByteTable, bits_per_byte, byte_table, encode_text, load_tokenizer, target_bytes, tokenizer_hash, unigram_bpb
 from golfnb.settings import GolfError
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs", "how vexingly quick daft zebras jump, na\u00efve caf\u00e9s",

@@ -5,8 +5,8 @@ import pytest
 import torch
 from tiny import tiny_data
 
-from golfnb.layers import softcap
-from golfnb.shards import open_shard
+from golfnb.model.layers import softcap
+from golfnb.text.shards import open_shard
 from golfnb.studies.canonical import canonical_mask, masked_nats, merged, merging_pieces, plain_mask
 from golfnb.tools.data import load_tokenizer, stdlib_documents, train_tokenizer
 

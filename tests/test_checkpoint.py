@@ -15,14 +15,14 @@ import torch
 from golfnb.recipes import demo
 from golfnb.tools.checkpoint import LATE_VOTES, SPAN, SPANS, Keeper, Progress, Stopped, named_tensors, open_kept, shard_identity
 from golfnb.tools.data import build_shards, stdlib_documents
-from golfnb.loader import grad_accum
-from golfnb.layout import packed_as
-from golfnb.model import named_state
-from golfnb.parallel_muon import Ranks
+from golfnb.text.loader import grad_accum
+from golfnb.model.layout import packed_as
+from golfnb.model.golf import named_state
+from golfnb.model.engine import Ranks
 from golfnb.tools.report import read_run
 from golfnb.settings import GolfError, finite
-from golfnb.shards import HEADER_BYTES, write_shard
-from golfnb.train import RunLog, training_loss
+from golfnb.text.shards import HEADER_BYTES, write_shard
+from golfnb.run.train import RunLog, training_loss
 from forked import run_python
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 from workers import Batches, machine, settings, spawn, trained
@@ -104,7 +104,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from golfnb import run
+from golfnb.run import run
 from golfnb.tools.checkpoint import Keeper
 from golfnb.tools.guard import guarded_rank
 

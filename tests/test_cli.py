@@ -16,14 +16,13 @@ import pytest
 from forked import fork_judged
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 
-from golfnb.tools import cli
-from golfnb.tools.cli import (COMMANDS, GROUPS, chapter_source, main_cli, read_command, read_settings, setting_lines,
-                              settings_help)
-from golfnb.tools.programs import RECIPES, every_setting, recipe_program, setting_groups
+from golfnb.tools.cli import GROUPS, every_command, help_text, main_cli, read_command
+from golfnb.tools.commands import doctor as doctor_page
+from golfnb.tools.programs import RECIPES, every_setting, read_words, recipe_program, setting_groups
 from golfnb.tools.report import find_tokenizer
 from golfnb.settings import GolfError
-from golfnb.shards import write_shard
-from golfnb.ttt import finding
+from golfnb.text.shards import write_shard
+from golfnb.score.ttt import finding
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = [f"{k}={v}" for k, v in TINY.items() if k != "RECIPE"]
@@ -102,7 +101,7 @@ def test_a_report_has_a_text_where_the_tokenizer_is_known_by_its_hash(trained, t
 
 
 def test_weights_go_out_as_safetensors_and_come_back(trained, tmp_path):
-    from golfnb.artifact import load_weights
+    from golfnb.file.artifact import load_weights
 
     _, run, _, _ = trained
     assert golfnb("artifact", "export", run / "ema.golf", "w.safetensors", cwd=tmp_path).returncode == 0
@@ -371,8 +370,8 @@ def test_help_imports_nothing_heavy(tmp_path):
         told_without("torch", tmp_path, "doctor")
 
 
-def test_helps_and_recipes_are_read_from_source(tmp_path):
-    "As an import would tell them, without importing torch."
+def test_lists_of_helps_are_what_an_import_would_tell(tmp_path):
+    "Without importing torch."
     from golfnb.studies.bench import BENCHES, bench_function
     from golfnb.studies.harness import STUDIES
 
@@ -384,38 +383,66 @@ def test_helps_and_recipes_are_read_from_source(tmp_path):
     assert "recipe mine" in told_without("torch", tmp_path, "recipe", "copy", "golf", "mine.py")
 
 
-def test_every_chapter_that_a_command_asks_for_is_there():
-    asked = {node.attr for node in ast.walk(ast.parse(Path(cli.__file__).read_text())) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "book"}
-    assert "guard" in asked and all(getattr(cli.book, name).__name__.startswith("golfnb") for name in asked)
+def imports_upwards(path: Path) -> list[str]:
+    "What a file of tools imports of the command line, anywhere in it, as an import or as a module's name."
+    tree = ast.parse(path.read_text())
+    above = ("golfnb.tools.cli", "golfnb.tools.commands")
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            name = node.module if not node.level else f"golfnb.tools.{node.module}"
+            found += [name] if name.startswith(above) else []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module" and node.args:
+            found += [node.args[0].value] if isinstance(node.args[0], ast.Constant) and node.args[0].value.startswith(above) else []
+    return found
+
+
+def test_what_commands_do_imports_no_command():
+    "The command line is the top: tools and core know nothing of it."
+    for path in sorted(ROOT.glob("golfnb/**/*.py")):
+        if path.stem not in ("cli", "__main__") and path.parent.name != "commands":
+            assert imports_upwards(path) == [], path.name
+
+
+def test_an_import_of_the_command_line_would_be_found(tmp_path):
+    for line in ("from .cli import main_cli", "def f():\n    from golfnb.tools.commands.demo import demo_data", 'x = import_module("golfnb.tools.cli")'):
+        (tmp_path / "x.py").write_text(line)
+        assert len(imports_upwards(tmp_path / "x.py")) == 1, line
+
+
+def test_each_file_of_commands_is_of_one_name():
+    "The folder is the list: each file's commands begin with its name, and every file has some."
+    homes = {name: function.__module__.split(".")[-1] for name, (function, *_) in every_command().items()}
+    assert all(name.split()[0] == home for name, home in homes.items() if home != "test_cli")
+    assert {*homes.values()} == {path.stem for path in (ROOT / "golfnb/tools/commands").glob("[!_]*.py")}
 
 
 def test_help_lists_every_command_once(tmp_path):
     done = golfnb("--help", cwd=tmp_path)
-    for command in COMMANDS:
+    for command in every_command():
         assert len(re.findall(rf"^    {command}\s", done.stdout, re.M)) == 1, command
     assert re.findall(r"^(\w.*):$", done.stdout, re.M) == ["options", *GROUPS], "every command has its group"
     some = golfnb("data", "--help", cwd=tmp_path)
-    assert some.returncode == 0 and re.findall(r"^    (data \w+)", some.stdout, re.M) == [name for name in COMMANDS if name.startswith("data ")]
+    assert some.returncode == 0 and re.findall(r"^    (data \w+)", some.stdout, re.M) == [name for name in every_command() if name.startswith("data ")]
 
 
 def test_recipes_and_their_settings_are_listed_without_torch(tmp_path):
     (tmp_path / "mine.py").write_text("raise RuntimeError('a help runs no program')")
     helps = [told_without("torch", tmp_path, "train", *words, "--help") for words in ([], ["mine.py"], ["--recipe", "demo"])]
-    assert len({*helps}) == 1 and helps[0].endswith(settings_help() + "\n")
+    assert len({*helps}) == 1 and helps[0].endswith(help_text("train") + "\n")
     listed = told_without("torch", tmp_path, "recipe", "list")
     for name in RECIPES:
         assert f"{name:8s}{recipe_program(name).__doc__}\n" in listed
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_help_reads_from_the_source_what_an_import_would_tell(name):
+def test_the_help_says_of_each_setting_what_the_program_says(name):
     "Groups, settings in their order, defaults, meanings, choices, and published words."
-    program = recipe_program(name)
-    lines = setting_lines(f"recipes.{name}", "Settings")
-    groups = setting_groups(program)
-    assert {key for key, found in lines.items() if found} == {(group.__module__.removeprefix("golfnb."), group.__name__) for group in groups}
-    for group, specs in groups.items():
-        for line, spec in zip(lines[group.__module__.removeprefix("golfnb."), group.__name__], specs, strict=True):
+    parts = [part.splitlines() for part in help_text("train").split("\n\n")]
+    told = {lines[0]: lines[1:] for lines in parts}
+    for group, specs in setting_groups(recipe_program(name)).items():
+        heading = f"{group.__module__.removeprefix('golfnb.')} ({group.__name__})"
+        for line, spec in zip(told[heading], specs, strict=True):
             start, words = f"{spec.name.upper()}={spec.default} ", spec.metadata["meaning"]
             if spec.metadata["choices"]:
                 words += f" ({', '.join(spec.metadata['choices'])})"
@@ -448,7 +475,7 @@ def test_train_help_lists_every_setting_once_with_its_chapter(tmp_path):
     done = golfnb("train", "--help", cwd=tmp_path)
     for name in every_setting():
         assert len(re.findall(rf"^  {name.upper()}=", done.stdout, re.M)) == 1, name
-    assert re.search(r"^loader \(LoaderSettings\)\n(  .*\n)*  TRAIN_BATCH_TOKENS=", settings_help(), re.M) and "golf" in settings_help()
+    assert re.search(r"^text.loader \(LoaderSettings\)\n(  .*\n)*  TRAIN_BATCH_TOKENS=", help_text("train"), re.M) and "golf" in help_text("train")
 
 
 def test_doctor_ends_with_a_verdict(tmp_path):
@@ -464,9 +491,9 @@ def doctor(monkeypatch, capsys, missing=(), requires=None) -> tuple[int, dict[st
             raise metadata.PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(cli.metadata, "version", version)
+    monkeypatch.setattr(doctor_page.metadata, "version", version)
     if requires:
-        monkeypatch.setattr(cli.metadata, "requires", lambda name: requires)
+        monkeypatch.setattr(doctor_page.metadata, "requires", lambda name: requires)
     status = main_cli(["doctor"])
     rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     return status, {name: f"{verdict} {rest}" for verdict, name, rest in rows}
@@ -505,15 +532,15 @@ def test_doctor_says_where_it_cannot_know_the_extras(monkeypatch, capsys):
     def requires(name):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(cli.metadata, "requires", requires)
+    monkeypatch.setattr(doctor_page.metadata, "requires", requires)
     status, rows = doctor(monkeypatch, capsys)
     assert status == 0 and rows["extras"].startswith("note") and "pip install" in rows["extras"]
 
 
 def test_settings_may_stand_around_options():
     args = read_command(["train", "SEED=1", "--nproc", "2", "iterations=5"])
-    assert read_settings(args.settings) == {"SEED": "1", "ITERATIONS": "5"} and args.nproc == 2
-    assert read_settings(["SEED=1", "seed=2"]) == {"SEED": "2"}, "as the help says"
+    assert read_words(args.settings) == {"SEED": "1", "ITERATIONS": "5"} and args.nproc == 2
+    assert read_words(["SEED=1", "seed=2"]) == {"SEED": "2"}, "as the help says"
 
 
 def test_a_study_gets_its_words(monkeypatch, capsys):
@@ -524,20 +551,22 @@ def test_a_study_gets_its_words(monkeypatch, capsys):
 
 
 def test_demo_data_is_made_once_and_again_when_documents_change(tmp_path, monkeypatch, capsys):
-    import golfnb.tools.data
-    from golfnb.tools.cli import demo_data
+    from golfnb.tools import data
+    from golfnb.tools.commands import demo
 
-    docs = golfnb.tools.data.stdlib_documents(["json", "csv", "email"])
-    monkeypatch.setattr(golfnb.tools.data, "stdlib_documents", lambda: docs)
-    monkeypatch.setattr("golfnb.tools.cli.DEMO_DATA", ["--vocab-size", "400", "--val-fraction", "0.1", "--shard-tokens", "100000"])
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i, text in enumerate(data.stdlib_documents(["json", "csv", "email"])):
+        (texts / f"{i:03}.txt").write_text(text)
+    monkeypatch.setattr(demo, "DEMO_DATA", [str(texts), "--vocab-size", "400", "--val-fraction", "0.1", "--shard-tokens", "100000"])
 
     def made():
-        demo_data(tmp_path / "data")
-        return (tmp_path / "data" / "python_train_000000.bin").stat().st_mtime_ns
+        demo.demo_data(tmp_path / "data")
+        return (tmp_path / "data" / "texts_train_000000.bin").stat().st_mtime_ns
 
     first = made()
     assert made() == first and "sha256" in capsys.readouterr().out
-    del docs[-3:]
+    (texts / "000.txt").unlink()
     assert made() != first
 
 

@@ -9,10 +9,12 @@ import pytest
 from golfnb.tools.programs import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
-MUON = ("errors", "newton_schulz", "jit", "grouping", "owners", "rules", "exchange", "multi_tensor", "state", "optimizer", "recorded", "sharded")
-REFERENCE = ("settings", "run", "bank_rule", *(f"muon.{name}" for name in MUON if name != "newton_schulz"))
-STORY = ("bpb", "shards", "loader", "spans", "layers", "muon.newton_schulz", "layout", "banks", "model", "frontier", "plan", "parallel_muon", "averaging", "train", "kernels",
-         "grid", "quantize", "trellis", "trellis_file", "bits", "rans", "artifact", "evaluate", "ttt", "adapters")
+WINGS = ("text", "model", "muon", "run", "file", "score")
+REFERENCE = ("settings", "run.run", "model.bank_rule",
+             *(f"muon.{name}" for name in ("errors", "jit", "grouping", "owners", "rules", "exchange", "multi_tensor", "state", "optimizer", "recorded", "sharded")))
+STORY = ("text.bpb", "text.shards", "text.loader", "text.spans", "model.layers", "muon.newton_schulz", "model.layout", "model.banks", "model.golf", "model.frontier",
+         "model.plan", "model.engine", "run.average", "run.train", "model.kernels", "file.grid", "file.quantize", "file.trellis", "file.trellis_file", "file.bits", "file.rans",
+         "file.artifact", "score.evaluate", "score.ttt", "score.adapters")
 CORE = (*REFERENCE, *STORY)
 RESERVED = {"build", "data", "step", "pack", "score", "main", "Parts", "Settings", "OWN", "CODEC", "ADAPT", "PROJECTOR"}  # a program's own names
 
@@ -35,20 +37,25 @@ def imported(n: ast.ImportFrom, module: str) -> str:
 
 def imports(module: str) -> set[str]:
     "Modules of ours that a module imports, anywhere in it, without golfnb in front."
-    found = [imported(n, module) for n in ast.walk(tree_of(module)) if isinstance(n, ast.ImportFrom)]
-    return {name for name in found if name}
+    found = set()
+    for n in ast.walk(tree_of(module)):
+        if isinstance(n, ast.ImportFrom):
+            origin = imported(n, module)
+            inside = {f"{origin}.{a.name}" for a in n.names if file_of(f"{origin}.{a.name}").is_file()}  # `from ..run import run`
+            found |= inside or {origin}
+    return found - {""}
 
 
 def chapter_of(module: str) -> str:
     "The name of the notebook of a module, without its number."
-    return module.removeprefix("muon.")
+    return module.split(".")[-1]
 
 
 def test_the_core_is_these_files():
-    own = ("__init__", "__main__", "_modidx", "train_gpt", "muon.__init__")
-    for folder in (ROOT / "golfnb", ROOT / "golfnb" / "muon"):
-        inside = "" if folder.name == "golfnb" else "muon."
-        assert {f"{inside}{p.stem}" for p in folder.glob("*.py")} == {m for m in (*CORE, *own) if file_of(m).parent == folder}
+    own = ("__init__", "__main__", "_modidx", "train_gpt", *(f"{wing}.__init__" for wing in WINGS))
+    folders = (ROOT / "golfnb", *(ROOT / "golfnb" / wing for wing in WINGS))
+    paths = [path.relative_to(ROOT / "golfnb").with_suffix("") for folder in folders for path in folder.glob("*.py")]
+    assert {".".join(path.parts) for path in paths} == {*CORE, *own}
     for folder, modules in (("story", STORY), ("reference", REFERENCE)):
         assert {p.stem.split("_", 1)[1] for p in (ROOT / "nbs" / folder).glob("*.ipynb")} == {*map(chapter_of, modules)}
 
@@ -121,7 +128,5 @@ def test_the_story_is_in_the_order_of_its_numbers():
 def test_a_chapter_makes_a_module_of_its_folder(path):
     found = [m[1] for c in nbformat.read(path, as_version=4).cells if (m := re.search(r"^#\| default_exp (\S+)$", c.source, re.M))]
     name = path.stem.split("_", 1)[1]
-    folder = path.parent.name
-    if folder in ("story", "reference"):
-        folder = "muon" if name in MUON else ""
-    assert found == ([] if "_study_" in path.stem else [f"{folder}.{name}".lstrip(".")])
+    homes = [m for m in CORE if m.split(".")[-1] == name] if path.parent.name in ("story", "reference") else [f"{path.parent.name}.{name}"]
+    assert found == ([] if "_study_" in path.stem else homes)

@@ -18,12 +18,12 @@ from hypothesis import given, settings, strategies as st
 
 import golfnb.tools.data as data
 from golfnb.settings import GolfError
-from golfnb.tools.data import (DEMO_MODULES, build_shards, count_overlap, cut_document, cuts_at_spaces, documents_hash, encode_documents, inspect_shard, is_validation, module_documents,
+from golfnb.tools.data import (LIBRARY_MODULES, build_shards, count_overlap, cut_document, cuts_at_spaces, documents_hash, encode_documents, inspect_shard, is_validation, module_documents,
                          read_documents, in_sample, recut_shards, stdlib_documents, topic_documents, train_tokenizer)
-from golfnb.bpb import byte_table, encode_text, target_bytes, tokenizer_hash
+from golfnb.text.bpb import byte_table, encode_text, target_bytes, tokenizer_hash
 from golfnb.tools.cli import main_cli
 from golfnb.tools.guard import check_manifest
-from golfnb.shards import read_tokens, write_shard
+from golfnb.text.shards import read_tokens, write_shard
 from tiny import golfnb, one_sentence
 
 
@@ -41,7 +41,7 @@ def model(docs, tmp_path_factory):
 
 def test_whole_list_is_megabytes_of_text_in_a_fixed_order():
     found = stdlib_documents()
-    assert len(set(DEMO_MODULES)) == len(DEMO_MODULES) and len(found) == len(set(found)) > 1000
+    assert len(set(LIBRARY_MODULES)) == len(LIBRARY_MODULES) and len(found) == len(set(found)) > 1000
     assert 1_500_000 < sum(len(d) for d in found) < 6_000_000
     assert all(d == d.strip() and d for d in found)
 
@@ -565,7 +565,7 @@ def test_what_is_too_small_is_refused_by_the_build_with_the_number(tmp_path, mod
 
 
 def test_the_next_command_gives_the_vocabulary_and_leaves_long_scoring_out(docs):
-    from golfnb.tools.cli import next_training
+    from golfnb.tools.commands.data import next_training
 
     made = {"train": {"tokens": 400_000}, "val": {"tokens": 900_000}, "vocab_size": 512}
     assert next_training(made, "d", "m").endswith("VOCAB_SIZE=512 ITERATIONS=195 TTT_ENABLED=0")
@@ -683,7 +683,7 @@ def counted_again(folder, model, side) -> int:
 @pytest.mark.parametrize("rule", [{}, {"normalization_rule_name": "nmt_nfkc_cf"}, {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}], ids=["NFKC", "small letters", "identity"])
 def test_bytes_that_normalisation_changes_are_counted_and_said(tmp_path, docs, rule):
     "The manifest has both counts; the note says them for these shards and no others, and a manifest without the count is read as before."
-    from golfnb.shards import bytes_note
+    from golfnb.text.shards import bytes_note
 
     texts = [f"{d}\n\n\ufb01 \u00bd  a \u2581 b\t{i}" for i, d in enumerate(docs[:80])]
     model = trained_by_others(tmp_path / "t.model", texts, **rule)

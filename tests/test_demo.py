@@ -7,7 +7,8 @@ import sys
 import termios
 from types import SimpleNamespace
 
-from golfnb.tools import cli, data, launcher
+from golfnb.tools import launcher, report, starting
+from golfnb.tools.commands import demo
 
 FOLLOWED = """import sys, threading, time
 from golfnb.tools.watch import above_bar, follow_bar
@@ -46,11 +47,9 @@ def test_the_log_of_a_run_can_be_shown_line_by_line(monkeypatch):
 
 def test_the_demo_says_how_long_and_what_the_model_wrote_and_nothing_to_type_between(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    docs = data.stdlib_documents(["json", "csv", "email", "logging"])
-    monkeypatch.setattr(data, "stdlib_documents", lambda: docs)
-    monkeypatch.setattr(cli, "train_run", lambda program, settings, ranks: 0)
-    monkeypatch.setattr(cli.book.report, "sampled_text", lambda folder: ("Return the", " path.\n"))
-    assert cli.demo_command(SimpleNamespace(settings=[], nproc=1)) == 0
+    monkeypatch.setattr(starting, "train_run", lambda program, settings, ranks: 0)
+    monkeypatch.setattr(report, "sampled_text", lambda folder: ("Return the", " path.\n"))
+    assert demo.demo_command(SimpleNamespace(settings=[], nproc=1)) == 0
     said = capsys.readouterr().out
     assert said.startswith("demo: some minutes") and said.endswith("Return the\n\nand wrote:\npath.\n") and "train on it with" not in said
     assert (tmp_path / "runs" / "demo" / "data" / "manifest.json").is_file()

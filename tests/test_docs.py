@@ -118,8 +118,8 @@ def test_what_a_clock_said_is_not_printed():
 
 
 SOURCES = {  # chapter -> papers and pull requests whose ideas it takes, and names
-    "layers": "1910.07467 2104.09864 2010.04245 2305.13245 2109.08668 2408.00118 #399", "loader": "#726", "banks": "#399", "model": "#549", "spans": "#1530 #2135", "frontier": "#2135 #1667 2505.06708", "newton_schulz": "2505.16932", "grid": "#399 #414",
-    "averaging": "#549 Izmailov", "rules": "Jordan 2510.05491 2502.16982 1711.05101", "parallel_muon": "#399 Jordan", "optimizer": "#399", "quantize": "#399 2210.17323 #1394", "trellis": "2603.04956 Ungerboeck Marcellin Viterbi", "bits": "2603.04956 Kolmogorov 1412.1193 2210.17323", "rans": "1311.2540 1402.3392", "ttt": "#549", "adapters": "#77 #1626",
+    "layers": "1910.07467 2104.09864 2010.04245 2305.13245 2109.08668 2408.00118 #399", "loader": "#726", "banks": "#399", "golf": "#549", "spans": "#1530 #2135", "frontier": "#2135 #1667 2505.06708", "newton_schulz": "2505.16932", "grid": "#399 #414",
+    "average": "#549 Izmailov", "rules": "Jordan 2510.05491 2502.16982 1711.05101", "engine": "#399 Jordan", "optimizer": "#399", "quantize": "#399 2210.17323 #1394", "trellis": "2603.04956 Ungerboeck Marcellin Viterbi", "bits": "2603.04956 Kolmogorov 1412.1193 2210.17323", "rans": "1311.2540 1402.3392", "ttt": "#549", "adapters": "#77 #1626",
 }
 
 

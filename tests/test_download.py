@@ -13,7 +13,7 @@ from small_hub import SmallHub
 from golfnb.tools.cli import main_cli
 from golfnb.settings import GolfError
 from golfnb.tools.data import download_shards, stdlib_documents, train_tokenizer
-from golfnb.shards import read_header, shard_header
+from golfnb.text.shards import read_header, shard_header
 
 REPO = "someone/golf-data"
 DATA = "datasets/datasets/fineweb10B_sp1024"

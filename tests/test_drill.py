@@ -13,7 +13,7 @@ from forked import fork_python
 from golfnb.tools import drill as chapter
 from golfnb.tools import programs
 from golfnb.tools.data import build_shards, stdlib_documents
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.tools.checkpoint import DRILL_CLOCK, Keeper, open_kept
 from golfnb.tools.report import read_file
 from golfnb.tools.drill import SIGNALS, differences, drawn_pairs, drill, half_files, processes

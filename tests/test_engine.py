@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from golfnb.banks import make_banks, unbank
-from golfnb.layout import bank_per_shape, matrix_names
-from golfnb.model import FreezeBlocks, Golf, init_model, named_state
+from golfnb.model.banks import make_banks, unbank
+from golfnb.model.layout import bank_per_shape, matrix_names
+from golfnb.model.golf import FreezeBlocks, Golf, init_model, named_state
 from golfnb.muon.newton_schulz import quintic
-from golfnb.parallel_muon import CONTROL_SCALARS, AdamW, ClipEach, ClipMean, Engine, Muon, NoClip, Ranks, Sgd, record_graph
-from golfnb.plan import comm_schedule
+from golfnb.model.engine import CONTROL_SCALARS, AdamW, ClipEach, ClipMean, Engine, Muon, NoClip, Ranks, Sgd, record_graph
+from golfnb.model.plan import comm_schedule
 from golfnb.settings import GolfError
 from golfnb.studies.baselines import plan_model
 from golfnb.studies.buckets import CutMuon, bucket_layout
-from golfnb.train import StepGraph, backward_pass, micro_batches, training_loss
+from golfnb.run.train import StepGraph, backward_pass, micro_batches, training_loss
 from workers import Batches, settings, speedrun_kinds, variant_of
 
 
@@ -214,7 +214,7 @@ def stepped(wrap, clip, accum, device="cpu", dtype=torch.float64, steps=6, runs=
 @pytest.mark.parametrize("clip, accum, runs", [(ClipEach, 1, 1), (ClipMean, 1, 1), (ClipEach, 2, 1), (ClipMean, 2, 1), (ClipEach, 2, 2)])
 def test_a_recorded_backward_trains_as_the_plain_one(clip, accum, runs, monkeypatch):
     "Gradients stand at fixed places and the engine takes them away after each: nothing may be lost, kept or counted twice; an engine that moves the parameters asks for a new recording."
-    monkeypatch.setattr("golfnb.train.CudaGraphed", Replayed)
+    monkeypatch.setattr("golfnb.run.train.CudaGraphed", Replayed)
     MADE.clear()
     losses, masters, _ = stepped(recorded, clip, accum, runs=runs)
     plain, others, _ = stepped(plain_backward, clip, accum)
@@ -277,8 +277,8 @@ def test_scalars_are_not_rounded_on_the_gpu():
 
 def test_every_plan_adapts_alike():
     "Score-first test-time training with a frozen block: SGD on the masters, whatever slot a matrix lies in."
-    from golfnb.bpb import ByteTable
-    from golfnb.ttt import score_first
+    from golfnb.text.bpb import ByteTable
+    from golfnb.score.ttt import score_first
 
     none, stream, found = torch.zeros(32, dtype=torch.bool), torch.randint(32, (65,), generator=torch.Generator().manual_seed(0)), []
     for plan in ("pr399", "shared_mlp", "pr125", "pr132"):

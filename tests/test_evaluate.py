@@ -4,11 +4,11 @@ import random
 import pytest
 import torch
 
-from golfnb.bpb import ByteTable, bits_per_byte, target_bytes
+from golfnb.text.bpb import ByteTable, bits_per_byte, target_bytes
 from golfnb.settings import GolfError
-from golfnb.evaluate import plain_loss, score_windows, share_of, sliding_loss, window_batches, windows
-from golfnb.layers import token_nll
-from golfnb.parallel_muon import Ranks
+from golfnb.score.evaluate import plain_loss, score_windows, share_of, sliding_loss, window_batches, windows
+from golfnb.model.layers import token_nll
+from golfnb.model.engine import Ranks
 from score_workers import CFG, golf_on, random_table, stream
 
 ALONE = Ranks()

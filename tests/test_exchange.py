@@ -6,7 +6,7 @@ from torch import nn
 from workers import spawn
 
 from golfnb.muon.exchange import Group, ReplicatedBucket, ShardedBucket, gradient_of, make_buckets, matrices_of, nth_chunk
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.settings import GolfError
 
 WORLDS = (1, 2, 3, 4)
@@ -138,4 +138,4 @@ def test_a_call_that_is_missing_is_said(kind):
     (m,) = matrices_of("w", torch.zeros(4, 3), {}, 0)
     bucket = kind([[m], []], Group(None, 0, 2))
     with pytest.raises(AssertionError, match="missing"):
-        list(bucket.finish())
+        bucket.results()

@@ -151,19 +151,19 @@ def test_a_quoted_annotation_and_a_special_name_do_not_hold_a_method_back():
 
 
 def test_imports_over_several_lines_are_relative():
-    text = "from golfnb.run import (\n    Run,\n)\nfrom golfnb.tools.data import (\n    read,\n)\nTEXT = 'from golfnb.run import start'\n"
-    assert relative(text, "golfnb") == text.replace("golfnb.run import (", ".run import (").replace("golfnb.tools", ".tools")
-    assert relative(text, "golfnb/tools") == text.replace("golfnb.run import (", "..run import (").replace("golfnb.tools.data", ".data")
+    text = "from golfnb.run.run import (\n    Run,\n)\nfrom golfnb.tools.data import (\n    read,\n)\nTEXT = 'from golfnb.run.run import start'\n"
+    assert relative(text, "golfnb/run") == text.replace("golfnb.run.run import (", ".run import (").replace("golfnb.tools", "..tools")
+    assert relative(text, "golfnb/tools") == text.replace("golfnb.run.run import (", "..run.run import (").replace("golfnb.tools.data", ".data")
 
 
 def test_only_generated_modules_are_rewritten(tmp_path):
     package = tmp_path / "golfnb"
     package.mkdir()
-    (package / "made.py").write_text(BEFORE + "from golfnb.run import (\n    Run,\n)\n")
+    (package / "made.py").write_text(BEFORE + "from golfnb.run.run import (\n    Run,\n)\n")
     (package / "hand.py").write_text(SMALL + "@patch\ndef g(self: A): pass\n")
     rewrite(package)
     made = (package / "made.py").read_text()
-    assert "    def area(self" in made and "from .run import (\n" in made
+    assert "    def area(self" in made and "from .run.run import (\n" in made
     assert "@patch\n" in (package / "hand.py").read_text()
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.grid import dequantize_rows, quantize_rows, round_to_grid, row_clip, row_scale
-from golfnb.layout import LayoutSettings, Matrix, bank_named, bank_per_shape, group_matrices, slots_of
-from golfnb.plan import CommSchedule, Event, MachineModel, comm_schedule, finish_us, predict
-from golfnb.quantize import entropy_bits, gptq_columns, hessian_factor
+from golfnb.file.grid import dequantize_rows, quantize_rows, round_to_grid, row_clip, row_scale
+from golfnb.model.layout import LayoutSettings, Matrix, bank_named, bank_per_shape, group_matrices, slots_of
+from golfnb.model.plan import CommSchedule, Event, MachineModel, comm_schedule, finish_us, predict
+from golfnb.file.quantize import entropy_bits, gptq_columns, hessian_factor
 from golfnb.settings import GolfError
 from golfnb.tools import figures
 

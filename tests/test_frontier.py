@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import golfnb.frontier as frontier
-from golfnb.frontier import (Frontier, FrontierSettings, add_to_lanes, attend_pieces, cut_pieces, frontier_draws, head_gates, in_order_of, long_order, mean_lane, mixed_skip, piece_edges, smear_gated,
+import golfnb.model.frontier as frontier
+from golfnb.model.frontier import (Frontier, FrontierSettings, add_to_lanes, attend_pieces, cut_pieces, frontier_draws, head_gates, in_order_of, long_order, mean_lane, mixed_skip, piece_edges, smear_gated,
                              stream_loss)
-from golfnb.layers import attend, exclusive, rms_norm, softcap_loss
-from golfnb.layout import bank_per_shape, matrix_names, mlp_in_one_bank
-from golfnb.model import init_model, load_named, model_from_settings, named_state, saved_settings
-from golfnb.parallel_muon import Ranks
-from golfnb.quantize import calibrate
+from golfnb.model.layers import attend, exclusive, rms_norm, softcap_loss
+from golfnb.model.layout import bank_per_shape, matrix_names, mlp_in_one_bank
+from golfnb.model.golf import init_model, load_named, model_from_settings, named_state, saved_settings
+from golfnb.model.engine import Ranks
+from golfnb.file.quantize import calibrate
 from golfnb.settings import GolfError
 from golfnb.tools.sampling import CachedReader, next_logits
-from golfnb.train import training_loss
+from golfnb.run.train import training_loss
 
 SMALL = dict(num_layers=6, model_dim=32, num_heads=4, num_kv_heads=2, vocab_size=40, train_seq_len=24, rope_dims=4, bigram_vocab_size=0, ve_enabled=False, xsa_last_n=6,
              num_loops=2, loop_start=1, loop_end=2, parallel_start_layer=4)

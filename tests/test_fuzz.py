@@ -33,22 +33,22 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.artifact import PREFIX_BYTES, Best, Lzma, Plain, Rans, Zlib, load_artifact, load_model, load_weights, open_container, pack_bytes, save_weights, seal, section_plan
-from golfnb.studies.bench import read_result, record_result, where_measured
-from golfnb.bpb import tokenizer_hash
+from golfnb.file.artifact import PREFIX_BYTES, Best, Lzma, Plain, Rans, Zlib, load_artifact, load_model, load_weights, open_container, pack_bytes, save_weights, seal, section_plan
+from golfnb.tools.results import read_result, record_result, where_measured
+from golfnb.text.bpb import tokenizer_hash
 from golfnb.tools import play, report
 from golfnb.tools.cli import main_cli
 from golfnb.tools.data import stdlib_documents, train_tokenizer
-from golfnb.frontier import Frontier, long_order
-from golfnb.model import EACH_ONCE, model_from_settings, named_state, saved_settings
-from golfnb.parallel_muon import Ranks
-from golfnb.quantize import quantize_state
-from golfnb.rans import RANS_PREFIX, rans_streams
+from golfnb.model.frontier import Frontier, long_order
+from golfnb.model.golf import EACH_ONCE, model_from_settings, named_state, saved_settings
+from golfnb.model.engine import Ranks
+from golfnb.file.quantize import quantize_state
+from golfnb.file.rans import RANS_PREFIX, rans_streams
 from golfnb.settings import CONTROLS, GolfError
-from golfnb.shards import atomic_write, open_shard, read_header, read_tokens, write_shard
+from golfnb.text.shards import atomic_write, open_shard, read_header, read_tokens, write_shard
 from golfnb.tools.programs import RECIPES, copied_program, find_program, program_sha256, settings_of
 from golfnb.tools.submission import claim_numbers, read_log
-from golfnb.trellis_file import COLUMNS, HIGH, pack_trellis, without_parts
+from golfnb.file.trellis_file import COLUMNS, HIGH, pack_trellis, without_parts
 from test_artifact import META, same, toy
 from tiny import TINY, golfnb, model_settings, one_sentence, settings_for, tiny_data
 

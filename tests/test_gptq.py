@@ -9,13 +9,13 @@ import pytest
 import torch
 from forked import fork_processes
 
-from golfnb.artifact import Rans, pack_bytes
+from golfnb.file.artifact import Rans, pack_bytes
 from golfnb.settings import GolfError
-from golfnb.grid import CLIP_QUANTILES, row_clip, row_scale
-from golfnb.layout import bank_per_shape, matrix_names, mlp_in_one_bank
-from golfnb.model import Golf, init_model, load_named, named_state, quant_kind
-from golfnb.parallel_muon import Ranks, start_ranks, stop_ranks
-from golfnb.quantize import (Gptq, Nearest, calibrate, calibration_batches, captured_inputs, dequantize_state, gptq_columns, deal_jobs, fit_state, hessian_factor, int6_matrices, pack_gptq, pack_rows,
+from golfnb.file.grid import CLIP_QUANTILES, row_clip, row_scale
+from golfnb.model.layout import bank_per_shape, matrix_names, mlp_in_one_bank
+from golfnb.model.golf import Golf, init_model, load_named, named_state, quant_kind
+from golfnb.model.engine import Ranks, start_ranks, stop_ranks
+from golfnb.file.quantize import (Gptq, Nearest, calibrate, calibration_batches, captured_inputs, dequantize_state, gptq_columns, deal_jobs, fit_state, hessian_factor, int6_matrices, pack_gptq, pack_rows,
                              pack_std, quantize_state, shared_out, std_scale)
 from golfnb.recipes import golf, pr1060
 from golfnb.tools.programs import settings_of

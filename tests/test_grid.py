@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from golfnb.settings import GolfError
-from golfnb.grid import (CLIP_QUANTILES, INT8_QUANTILE, best_clip, clip_ratio, dequantize_rows, quantize_int8, quantize_rows,
+from golfnb.file.grid import (CLIP_QUANTILES, INT8_QUANTILE, best_clip, clip_ratio, dequantize_rows, quantize_int8, quantize_rows,
                          round_to_grid, row_clip, row_scale)
 
 

@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.adapters import AdapterSettings, score_documents
-from golfnb.artifact import Zlib, load_artifact, save_artifact
-from golfnb.averaging import AveragingSettings, Ema
-from golfnb.bpb import ByteTable
-from golfnb.evaluate import EvalSettings, sliding_loss
-from golfnb.layout import LayoutSettings, bank_per_shape, matrix_names
-from golfnb.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
-from golfnb.model import Golf, ModelSettings, init_model, load_named, named_state
-from golfnb.parallel_muon import AdamW, ClipEach, ClipMean, Engine, Muon, Ranks
-from golfnb.quantize import Nearest, dequantize_state, fit_state, quantize_state
-from golfnb.shards import write_shard
-from golfnb.grid import GridProjector
-from golfnb.train import Trainer, TrainSettings, train, training_loss
-from golfnb.ttt import TttSettings, score_first
+from golfnb.score.adapters import AdapterSettings, score_documents
+from golfnb.file.artifact import Zlib, load_artifact, save_artifact
+from golfnb.run.average import AveragingSettings, Ema
+from golfnb.text.bpb import ByteTable
+from golfnb.score.evaluate import EvalSettings, sliding_loss
+from golfnb.model.layout import LayoutSettings, bank_per_shape, matrix_names
+from golfnb.text.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
+from golfnb.model.golf import Golf, ModelSettings, init_model, load_named, named_state
+from golfnb.model.engine import AdamW, ClipEach, ClipMean, Engine, Muon, Ranks
+from golfnb.file.quantize import Nearest, dequantize_state, fit_state, quantize_state
+from golfnb.text.shards import write_shard
+from golfnb.file.grid import GridProjector
+from golfnb.run.train import Trainer, TrainSettings, train, training_loss
+from golfnb.score.ttt import TttSettings, score_first
 from workers import train_with
 
 SHAPE = ModelSettings(num_layers=2, model_dim=32, num_heads=2, num_kv_heads=1, vocab_size=32, rope_dims=8, ve_enabled=False,
@@ -143,4 +143,4 @@ def test_adapters(byte_each):
 def test_no_part_looks_ahead_to_the_whole():
     for part in (Golf, Loader, Engine, Ema, GridProjector, train, fit_state, save_artifact, sliding_loss, score_first, score_documents):
         seen = {getattr(value, "__module__", "") or "" for value in vars(sys.modules[part.__module__]).values()}
-        assert not [name for name in seen if name.startswith(("golfnb.run", "golfnb.recipes", "golfnb.tools"))]
+        assert not [name for name in seen if name.startswith(("golfnb.run.run", "golfnb.recipes", "golfnb.tools"))]

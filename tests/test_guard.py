@@ -8,9 +8,9 @@ import pytest
 import torch
 from forked import run_python
 
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.settings import GolfError
-from golfnb.shards import atomic_write
+from golfnb.text.shards import atomic_write
 from golfnb.tools import guard
 from tiny import TINY, settings_for, tiny_data
 
@@ -18,7 +18,7 @@ ENDING = """
 import os
 import sys
 import torch
-from golfnb import run
+from golfnb.run import run
 from golfnb.settings import GolfError
 from golfnb.tools import guard
 guard.full_gpu_sentence = lambda ranks: f"rank {ranks.rank} is full"

@@ -8,13 +8,13 @@ import pytest
 import torch
 from tiny import TINY, golfnb, one_sentence, run_quietly, tiny_data
 
-from golfnb.artifact import load_model
-from golfnb.evaluate import plain_loss
-from golfnb.bpb import byte_table, load_tokenizer
-from golfnb.parallel_muon import Ranks
+from golfnb.file.artifact import load_model
+from golfnb.score.evaluate import plain_loss
+from golfnb.text.bpb import byte_table, load_tokenizer
+from golfnb.model.engine import Ranks
 from golfnb.recipes import demo, pr2135
 from golfnb.settings import GolfError
-from golfnb.shards import val_tokens
+from golfnb.text.shards import val_tokens
 from golfnb.tools import hub
 from golfnb.tools.hub import load_folder, make_folder
 

@@ -11,7 +11,7 @@ from golfnb.muon.exchange import block_of, matrices_of
 from golfnb.muon.grouping import group_table, param_groups
 from golfnb.muon.optimizer import ParallelMuon
 from golfnb.muon.sharded import chunks_of
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 
 HOWS = {1: ("plain",), 2: ("plain", "sharded"), 3: ("plain", "sharded"), 4: ("plain", "copies")}
 SHAPES = [((24, 5), {"split_sizes": (2, 3, 1), "repeats": 4}), ((5, 24), {"split_sizes": (2, 3, 1), "repeats": 4, "transposed": True}), ((3, 24, 5), {"split_sizes": (4, 2), "repeats": 4}),

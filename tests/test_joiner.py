@@ -127,10 +127,10 @@ def test_a_program_is_started_as_programs_are_whatever_its_own_guard_does(tmp_pa
 
 def test_a_recipe_is_started_as_recipes_are(tmp_path):
     recipe = "Settings = OWN = 1\n\n\ndef main(): pass\n"
-    put(tmp_path, {"golfnb/recipes/one.py": recipe, "mine.py": recipe, "golfnb/run.py": "def start(*what): print(what[2:])\n\n\ndef other(): pass\n"})
+    put(tmp_path, {"golfnb/recipes/one.py": recipe, "mine.py": recipe, "golfnb/run/run.py": "def start(*what): print(what[2:])\n\n\ndef other(): pass\n"})
     text = join_program(tmp_path / "golfnb/recipes/one.py", package=tmp_path / "golfnb")
     starts = '\n\nif __name__ == "__main__":\n    start(__file__, main, Settings, OWN)'
-    assert text.split(END_WITH_TORCHRUN)[1].strip() == "# ---- golfnb/run.py ----\ndef start(*what): print(what[2:])\n\n\n# ---- golfnb/recipes/one.py ----\n" + recipe + starts
+    assert text.split(END_WITH_TORCHRUN)[1].strip() == "# ---- golfnb/run/run.py ----\ndef start(*what): print(what[2:])\n\n\n# ---- golfnb/recipes/one.py ----\n" + recipe + starts
     text = join_program(tmp_path / "mine.py", package=tmp_path / "golfnb")
     (tmp_path / "s.py").write_text(text)
     assert text.rstrip().endswith("OWN = own_program.OWN\nSettings = own_program.Settings\nmain = own_program.main\n" + starts)

@@ -17,13 +17,13 @@ from score_workers import stream
 from tiny import TINY, clean_env, golfnb, run_quietly
 
 from golfnb.settings import GolfError
-from golfnb.shards import write_shard
+from golfnb.text.shards import write_shard
 from golfnb.tools import judge
 from golfnb.tools.checkpoint import DRILL_CLOCK
 from golfnb.tools.cli import main_cli
 from golfnb.tools.data import build_shards, stdlib_documents, train_tokenizer
 from golfnb.tools.programs import RECIPES, copied_program, find_program, program_sha256, save_script
-from golfnb.ttt import audit_files
+from golfnb.score.ttt import audit_files
 
 SMALL = {k: v for k, v in TINY.items() if k != "RECIPE"} | {
     "MODEL_DIM": "32", "ITERATIONS": "30", "WARMDOWN_ITERS": "20", "TRAIN_BATCH_TOKENS": "1024", "TTT_CHUNK_TOKENS": "512", "EVAL_STRIDE": "48", "BIGRAM_DIM": "8", "VE_DIM": "8"}
@@ -157,7 +157,7 @@ def test_an_honest_run_on_three_ranks_passes(root, tmp_path):
 # --- adapters for each document
 
 GROUP = ("Settings, TttSettings):", "Settings, TttSettings, AdapterSettings):")
-BY_DOCUMENTS = [("from golfnb.ttt import", "from golfnb.adapters import AdapterSettings, score_documents\nfrom golfnb.ttt import"), GROUP, ("ADAPT = score_first", "ADAPT = score_documents")]
+BY_DOCUMENTS = [("from golfnb.score.ttt import", "from golfnb.score.adapters import AdapterSettings, score_documents\nfrom golfnb.score.ttt import"), GROUP, ("ADAPT = score_first", "ADAPT = score_documents")]
 LORA = {"TTT_LORA_RANK": "4", "TTT_LORA_LR": "0.02", "TTT_CHUNK_SIZE": "16", "TTT_BATCH_SIZE": "4"}
 A_PLACE, ITS_OWN = "tokens that are not scored yet change no score, on the whole stream", "a document's scores are its own, whatever documents there are and however it goes on"
 ADAPTERS = "adapters per document"
@@ -382,7 +382,7 @@ ADAPT = remembering
 '''
 ADAPT = "ADAPT = score_first  # test-time training"
 GOLF = ("model = Golf(s, layout", "model = Remembering(s, layout")
-IMPORT = ("from golfnb.ttt import TttSettings, score_first", "from golfnb.ttt import TttSettings, row_loss, score_first")
+IMPORT = ("from golfnb.score.ttt import TttSettings, score_first", "from golfnb.score.ttt import TttSettings, row_loss, score_first")
 NAMED = ("init_model, load_named", "init_model, load_named, named_state")
 
 
@@ -526,7 +526,7 @@ def case_of(root: Path, sp=None, **how) -> judge.Case:
     "What the checks of files alone look at."
     from types import SimpleNamespace
 
-    from golfnb.bpb import byte_table, load_tokenizer
+    from golfnb.text.bpb import byte_table, load_tokenizer
     sp = sp or load_tokenizer(root / "data/tokenizer.model")
     paths = sorted((root / "data").glob("*_val_*.bin"))
     tokens = torch.from_numpy(judge.read_tokens(f"{root}/data/*_val_*.bin").astype("int64"))
@@ -567,7 +567,7 @@ def test_targets_that_were_left_out_or_changed_are_found(root, tmp_path):
     for said in (n, n - 600):
         assert outcome(judge.check_targets, case_of(root, log=line.format(said))) == [said == n]
     other = shutil.copytree(root / "data", tmp_path / "data") / "fineweb_val_000000.bin"
-    from golfnb.shards import open_shard
+    from golfnb.text.shards import open_shard
     write_shard(other, open_shard(other)[600:].copy())
     assert outcome(judge.check_targets, case_of(root, val_paths=[other])) == [False], "600 other tokens"
 
@@ -587,7 +587,7 @@ def test_files_that_share_text(tmp_path):
 
 
 READS = "CoprimeSampler(run.train_paths,", "CoprimeSampler(find_shards(f\"{s.data_path}/*_val_*.bin\"),"
-SHARDS = "from golfnb.train import", "from golfnb.shards import find_shards\nfrom golfnb.train import"
+SHARDS = "from golfnb.run.train import", "from golfnb.text.shards import find_shards\nfrom golfnb.run.train import"
 
 
 def table_of(root: Path) -> list:
@@ -724,10 +724,10 @@ def test_another_seeds_record_is_found(root, tmp_path):
 
 def test_the_judge_never_imports_the_program(root, tmp_path):
     "Whoever imports it leaves the number of its process; the judge's is not among them, by the command either."
-    note = f"CODEC = Best()\nimport os\nos.close(os.open({str(tmp_path)!r} + '/ran-' + str(os.getpid()), os.O_CREAT))\nfrom golfnb.evaluate import windows\nwindows.touched = True\n"
+    note = f"CODEC = Best()\nimport os\nos.close(os.open({str(tmp_path)!r} + '/ran-' + str(os.getpid()), os.O_CREAT))\nfrom golfnb.score.evaluate import windows\nwindows.touched = True\n"
     run, program = cheat(root, tmp_path, ("CODEC = Best()\n", note))
     judged(root, run, program)
-    from golfnb.evaluate import windows
+    from golfnb.score.evaluate import windows
     ran = {int(path.name[4:]) for path in tmp_path.glob("ran-*")}
     assert len(ran) == 4, "one that scores, one that trains, two that adapt"
     assert os.getpid() not in ran and not hasattr(windows, "touched")

@@ -8,23 +8,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from golfnb import kernels
-from golfnb.kernels import fuse, fused_exclusive, fused_heads, fused_mlp, fused_softcap_loss, heads_fit, mlp_fit
-from golfnb.layers import exclusive, qk_norm_rope_gain, rotary_tables, softcap_loss, squared_leaky
-from golfnb.layout import bank_per_shape
-from golfnb.model import Golf
+from golfnb.model import kernels
+from golfnb.model.kernels import fuse, fused_exclusive, fused_heads, fused_mlp, fused_softcap_loss, heads_fit, mlp_fit
+from golfnb.model.layers import exclusive, qk_norm_rope_gain, rotary_tables, softcap_loss, squared_leaky
+from golfnb.model.layout import bank_per_shape
+from golfnb.model.golf import Golf
 from golfnb.muon.jit import KERNELS, triton, usable_kernels
 from golfnb.muon.newton_schulz import NS5_COEFFS, POLAR_EXPRESS_COEFFS, newton_schulz
-from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
+from golfnb.model.engine import master_kernels, master_step, nesterov_kernels, nesterov_step
 from golfnb.settings import GolfError
 from tiny import settings_for
 CASES = """
 import os, sys, torch
 import torch.nn.functional as F
 import golfnb.muon.jit
-import golfnb.kernels as K
-from golfnb.kernels import *
-from golfnb.layers import *
+import golfnb.model.kernels as K
+from golfnb.model.kernels import *
+from golfnb.model.layers import *
 g = torch.Generator().manual_seed(0)
 def apart(twin, plain, shapes, size=1.0):
     inputs = [(size * torch.randn(s, generator=g)).requires_grad_() for s in shapes]
@@ -63,7 +63,7 @@ OPTIMIZER = """
 from types import SimpleNamespace
 import torch
 from golfnb.muon.newton_schulz import half_product
-from golfnb.parallel_muon import master_kernels, master_step, nesterov_kernels, nesterov_step
+from golfnb.model.engine import master_kernels, master_step, nesterov_kernels, nesterov_step
 torch.manual_seed(0)
 def near(a, b, terms):
     "Two orders of the same sums: the rounding errors of `terms` terms add up like a random walk."
@@ -106,7 +106,7 @@ for shape in ((3, 70, 100), (2, 130, 65)):
                 master_kernels(w, update + bad, lr, wd, scale, ok, y), master_step(x, update + bad, lr, wd, scale, ok, z)
                 torch.testing.assert_close(w, x), torch.testing.assert_close(y, z)
                 assert y.isfinite().all()
-import golfnb.muon.newton_schulz, golfnb.parallel_muon
+import golfnb.muon.newton_schulz, golfnb.model.engine
 from golfnb.muon.newton_schulz import NS5_COEFFS, newton_schulz, product_tiles
 golfnb.muon.newton_schulz.usable_kernels = lambda device, dtype: True
 table = golfnb.muon.newton_schulz.PRODUCT_TILES
@@ -133,11 +133,11 @@ for other in (G[:0], G[:, :0], G.half(), G.clone().requires_grad_()):
     assert product_tiles(other) is None
 found = []
 for use in (True, False):  # a whole update: which functions it takes
-    golfnb.muon.newton_schulz.usable_kernels = golfnb.parallel_muon.usable_kernels = lambda device, dtype: use
+    golfnb.muon.newton_schulz.usable_kernels = golfnb.model.engine.usable_kernels = lambda device, dtype: use
     torch.manual_seed(1)
     w, m, g, y = torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.randn(2, 130, 65), torch.zeros(2, 130, 65)
     shard = SimpleNamespace(fp32_shard=w, state={"momentum_buffer": m}, shape_lr_scale=torch.full((2, 1, 1), 1.4), rounded=y)
-    golfnb.parallel_muon.Muon().move(shard, g, torch.tensor(0.02), torch.tensor(0.95), torch.tensor(0.1), torch.tensor(True))
+    golfnb.model.engine.Muon().move(shard, g, torch.tensor(0.02), torch.tensor(0.95), torch.tensor(0.1), torch.tensor(True))
     found += [(w, m, y)]
 for a, b in zip(*found):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -145,7 +145,7 @@ print("equal")
 """
 
 MODEL = CASES + """
-import golfnb.model as M
+import golfnb.model.golf as M
 from golfnb.studies.variants import read_variant
 ids = torch.randint(64, (2, 21), generator=g)
 def run(plan, fused, compiled, keep=None):
@@ -175,10 +175,10 @@ print("equal")
 
 LOSS = """
 import torch
-import golfnb.kernels as K
-from golfnb.frontier import stream_loss
-from golfnb.kernels import fused_softcap_loss
-from golfnb.layers import softcap_loss
+import golfnb.model.kernels as K
+from golfnb.model.frontier import stream_loss
+from golfnb.model.kernels import fused_softcap_loss
+from golfnb.model.layers import softcap_loss
 g = torch.Generator().manual_seed(0)
 def ways(logits, targets, cap, scale):
     "Loss and gradient: the kernel's, and the plain function's in float64."
@@ -213,7 +213,7 @@ flat, targets = torch.randn(6, 11, generator=g), torch.arange(6)
 for op, args in ((K.loss_op, (flat, targets, 30.0)), (K.loss_grad_op, (flat, targets, torch.randn(6), torch.tensor(1.0), 30.0))):
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.recipes import pr2135
 from golfnb.settings import read_settings
 tiny = dict(MODEL_DIM="48", NUM_LAYERS="2", NUM_HEADS="2", NUM_KV_HEADS="1", ROPE_DIMS="4", VOCAB_SIZE="64", LOOP_START="0", LOOP_END="0", PARALLEL_START_LAYER="1", TRAIN_SEQ_LEN="16", EVAL_SEQ_LEN="16", EVAL_STRIDE="4", TRAIN_BATCH_TOKENS="256")
@@ -243,7 +243,7 @@ import sys
 sys.modules["triton"] = None          # any import of triton raises ImportError
 import torch
 from golfnb.muon.jit import triton, usable_kernels
-from golfnb.kernels import fused_exclusive
+from golfnb.model.kernels import fused_exclusive
 from golfnb.settings import GolfError
 assert triton is None and not usable_kernels("cuda", torch.bfloat16) and torch.ops.golfnb.heads
 try:
@@ -303,7 +303,7 @@ CODES = [INTERPRETED, OPTIMIZER, MODEL, LOSS]
 # runs each of the codes whose numbers it reads in a fork of itself, and says how each ended
 FORKS = """
 import gc, os, sys
-import golfnb.kernels, golfnb.muon.newton_schulz, golfnb.parallel_muon
+import golfnb.model.kernels, golfnb.muon.newton_schulz, golfnb.model.engine
 gc.freeze()
 for number in sys.stdin:
     pid = os.fork()

@@ -18,7 +18,7 @@ from tiny import clean_env
 
 from golfnb.studies import bench
 from golfnb.tools import figures
-from golfnb.tools.lab import copy_notebooks
+from golfnb.tools.lab import copy_notebooks, start_lab
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -100,12 +100,43 @@ def test_what_the_site_folds_opens_folded_in_the_lab(tmp_path):
             assert ("#| code-fold" in text or "#| hide" in text) == cell["metadata"].get("jupyter", {}).get("source_hidden", False)
 
 
+def test_no_link_leads_out_of_the_lab(tmp_path):
+    copy_notebooks(tmp_path)
+    for path in tmp_path.rglob("*.ipynb"):
+        words = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"]
+        for link in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", "\n".join(words)):
+            target = (path.parent / link).resolve()
+            assert target.exists() and target.is_relative_to(tmp_path), f"{path.name} leads to {link}"
+
+
+def test_a_lesson_of_the_lab_shows_no_answer_before_it_is_run(tmp_path):
+    copy_notebooks(tmp_path)
+    for path in (tmp_path / "lessons").glob("*.ipynb"):
+        for cell in json.loads(path.read_text())["cells"]:
+            assert all("text/html" in out.get("data", {}) for out in cell.get("outputs", ())), path.name
+
+
+def test_a_terminal_of_the_lab_finds_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(os, "execv", lambda *words: None)
+    start_lab(tmp_path / "lab", browser=False)
+    assert os.environ["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/nowhere"]
+
+
+def test_a_picture_of_the_lab_has_its_caption_below_it(tmp_path):
+    copy_notebooks(tmp_path)
+    cells = json.loads((tmp_path / "lessons" / "lesson01_score.ipynb").read_text())["cells"]
+    pairs = [(a, b) for a, b in zip(cells, cells[1:]) if "#| fig-cap: " in "".join(a["source"])]
+    assert pairs and all(b["cell_type"] == "markdown" and "".join(b["source"]).removeprefix("*Figure.* ") in "".join(a["source"]) for a, b in pairs)
+
+
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
     copy_notebooks(tmp_path)
     monkeypatch.chdir(tmp_path / "studies")
 
 
+MODULES = {"story/03_layers": "model.layers", "story/09_kernels": "model.kernels", "studies/30_bench": "studies.bench", "studies/32_timing": "studies.timing", "studies/34_baselines": "studies.baselines"}
 DRAWN = {"story/03_layers": ["attention"], "story/09_kernels": ["kernels"], "studies/30_bench": ["step", "phases"], "studies/32_timing": ["kernels", "attention", "scaling"], "studies/34_baselines": ["optimizer"], "studies/39_study_plans": ["optimizer"]}
 
 
@@ -121,7 +152,7 @@ def test_a_chapter_shows_this_machine_beside_the_kept_one(stem, lab, capsys, mon
         Path(f"../results/here/{what}_abacus_1.json").write_text(json.dumps(kept))
     monkeypatch.setattr("IPython.display.display", lambda table: None)
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # a chapter sets it: not for the tests that come after
-    names = {**vars(import_module("golfnb." + "studies." * stem.startswith("studies/") + stem.split("_", 1)[1]) if "study" not in stem else bench), "LADDER": ["per matrix", "banked"]}
+    names = {**vars(import_module(f"golfnb.{MODULES[stem]}") if "study" not in stem else bench), "LADDER": ["per matrix", "banked"]}
     for cell in json.loads(Path(f"../{stem}.ipynb").read_text())["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "code" and "#| export" not in source and re.search(r"#\| hide\n(?:import|from)|\bHERE\b|\bhere\(|results/here|def shown", source):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import golfnb
-from golfnb.studies.bench import read_result
+from golfnb.tools.results import read_result
 
 ROOT = Path(__file__).resolve().parent.parent
 PROSE = Path(golfnb.__file__).parent / "prose"

@@ -149,7 +149,7 @@ def test_who_ended_a_run_is_said_once(lines, ended, status, words):
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
-WAITING = END_WITH_TORCHRUN + """import os, sys, time; from golfnb import run; from golfnb.tools.guard import guarded_rank
+WAITING = END_WITH_TORCHRUN + """import os, sys, time; from golfnb.run import run; from golfnb.tools.guard import guarded_rank
 def work(ranks):
     os.mkdir(sys.argv[0] + os.environ["RANK"]); time.sleep(900)
 guarded_rank(run, work)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 from golfnb.settings import GolfError
-from golfnb.layers import (FLASH_PACKAGES, NORM_EPS, attend, attention_backend, backend_distance, bigram_rows, exclusive, flash_installed, mix_norm, qk_norm_rope_gain, rms_norm, rotary_base,
+from golfnb.model.layers import (FLASH_PACKAGES, NORM_EPS, attend, attention_backend, backend_distance, bigram_rows, exclusive, flash_installed, mix_norm, qk_norm_rope_gain, rms_norm, rotary_base,
                            rotary_tables, rotate, smear, softcap, softcap_loss, squared_leaky, token_nll)
 from golfnb.recipes import pr549
 from golfnb.tools.programs import setting_specs
@@ -103,7 +103,7 @@ def test_evaluation_rounds_capped_logits():
 @pytest.fixture
 def flash(monkeypatch):
     "PyTorch's places for FlashAttention, with a package installed that is `far` from the plain formula; what was asked of them."
-    import golfnb.layers as L
+    import golfnb.model.layers as L
 
     asked, active = [], []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda w: (asked.append(w), active.append(w)), raising=False)

@@ -5,13 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from golfnb.banks import make_banks, unbank
+from golfnb.model.banks import make_banks, unbank
 from golfnb.studies.baselines import separate
 from golfnb.settings import GolfError
 from golfnb.studies.buckets import BucketGolf, bucket_layout, mixed_buckets, mixed_text, read_plan, shard_cuts, slot_kinds
 from golfnb.studies.variants import read_variant
-from golfnb.layout import SMALL_MATRIX, LayoutSettings, Matrix, bank_named, bank_per_shape, group_matrices, matrix_names, packed_as, padding_waste, slots_of
-from golfnb.model import Golf, init_model, named_state
+from golfnb.model.layout import SMALL_MATRIX, LayoutSettings, Matrix, bank_named, bank_per_shape, group_matrices, matrix_names, packed_as, padding_waste, slots_of
+from golfnb.model.golf import Golf, init_model, named_state
 from workers import settings, speedrun_kinds, variant_of
 
 

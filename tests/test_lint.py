@@ -58,7 +58,7 @@ def test_pyright_finds_nothing():
 
 def test_pyright_finds_what_is_planted(tmp_path):
     (tmp_path / "planted.py").write_text(
-        "from golfnb.parallel_muon import Engine\n\n"
+        "from golfnb.model.engine import Engine\n\n"
         "def use(engine: Engine) -> str:\n"
         "    engine.finish(1.0)\n"
         "    engine.finnish()\n"

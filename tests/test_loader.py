@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from golfnb.settings import GolfError
-from golfnb.loader import CoprimeSampler, Loader, SequentialSampler, WindowSampler, draw_cursor, mixture
-from golfnb.shards import write_shard
-from golfnb.parallel_muon import Ranks
+from golfnb.text.loader import CoprimeSampler, Loader, SequentialSampler, WindowSampler, draw_cursor, mixture
+from golfnb.text.shards import write_shard
+from golfnb.model.engine import Ranks
 from golfnb.studies.packed import PackedSampler, index_documents
 from golfnb.studies.variants import read_variant
 
@@ -451,7 +451,7 @@ def test_ranks_are_disjoint_and_cover_the_plan(tmp_path, world):
 
 def test_same_batches_in_another_process_at_another_place(tmp_path):
     "Order, not only plan: the rows' bytes, hashed in a process with another hash seed."
-    code = ("import hashlib, sys; from pathlib import Path; from golfnb.loader import CoprimeSampler; from golfnb.studies.packed import PackedSampler\n"
+    code = ("import hashlib, sys; from pathlib import Path; from golfnb.text.loader import CoprimeSampler; from golfnb.studies.packed import PackedSampler\n"
             "def found(folder):\n"
             "    samplers = [order(sorted(Path(folder).glob('*.bin')), 1, 3, 4, 16, 7) for order in (CoprimeSampler, PackedSampler)]\n"
             "    return [hashlib.sha256(b''.join(next(s).tobytes() for _ in range(20))).hexdigest() for s in samplers]\n")
@@ -476,7 +476,7 @@ def test_mixture_weights_are_as_specified(tmp_path):
 
 def test_shard_that_changes_while_training_runs(tmp_path):
     "Gone, cut off or replaced: a sentence from the thread that names the shard, never a bus error."
-    code = ("import sys; from pathlib import Path; from golfnb.settings import GolfError; from golfnb.loader import *; from golfnb.shards import write_shard; from golfnb.studies.packed import PackedSampler\n"
+    code = ("import sys; from pathlib import Path; from golfnb.settings import GolfError; from golfnb.text.loader import *; from golfnb.text.shards import write_shard; from golfnb.studies.packed import PackedSampler\n"
             "paths = sorted(Path(sys.argv[1]).glob('*.bin'))\n"
             "for harm in ('gone', 'cut', 'other'):\n"
             "  for order, more in ((SequentialSampler, ()), (CoprimeSampler, (1,)), (PackedSampler, (1,))):\n"

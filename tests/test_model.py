@@ -8,13 +8,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn import init
 
-import golfnb.model
-from golfnb.kernels import fuse
-from golfnb.layers import rms_norm, softcap_loss, token_nll
-from golfnb.layout import bank_per_shape, matrix_names
-from golfnb.model import Block, Golf, drawn_state, init_model, load_named, model_from_settings, named_state, quant_kind, saved_settings
+import golfnb.model.golf
+from golfnb.model.kernels import fuse
+from golfnb.model.layers import rms_norm, softcap_loss, token_nll
+from golfnb.model.layout import bank_per_shape, matrix_names
+from golfnb.model.golf import Block, Golf, drawn_state, init_model, load_named, model_from_settings, named_state, quant_kind, saved_settings
 from golfnb.muon.jit import KERNELS
-from golfnb.quantize import captured_inputs
+from golfnb.file.quantize import captured_inputs
 from golfnb.recipes import pr549
 from golfnb.settings import GolfError
 from golfnb.studies.buckets import BucketGolf, read_plan
@@ -143,9 +143,10 @@ def test_banked_equals_plain_linears_forward_and_backward(variant):
 @pytest.mark.parametrize("world", [1, 3])
 def test_weights_made_for_all_blocks_at_once_change_nothing(plan, world, monkeypatch):
     "What kernels want made of the weights, with plain functions for kernels: same logits, same gradients, padding included."
-    from golfnb import kernels as chapter, model as module
+    from golfnb.model import kernels as chapter
+    from golfnb.model import golf as module
     from golfnb.studies import buckets
-    from golfnb.layers import qk_norm_rope_gain
+    from golfnb.model.layers import qk_norm_rope_gain
     seen, bucketed = [], "," in plan
 
     def plain_heads(n, weight, gain, cos, sin, keys):

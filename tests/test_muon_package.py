@@ -66,7 +66,7 @@ def test_a_module_imports_nothing_of_golfnb_outside_the_folder(path):
 
 
 def test_what_leads_out_would_be_found():
-    for text in ("from golfnb.settings import setting", "import golfnb.run", "from ..layout import Layout", "def f():\n    from .. import run"):
+    for text in ("from golfnb.settings import setting", "import golfnb.run.run", "from ..model.layout import Layout", "def f():\n    from ..run import run"):
         assert len(outside(ast.parse(text))) == 1, text
     assert outside(ast.parse("import torch\nfrom .rules import Rule")) == []
 

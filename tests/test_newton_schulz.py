@@ -11,6 +11,7 @@ import torch
 
 from golfnb.muon.newton_schulz import (NS5_COEFFS, POLAR_EXPRESS_COEFFS, PRODUCT_TILES, newton_schulz, newton_schulz_flops, polar_express,
                                   polar_factor, product_tiles, quintic)
+from golfnb.muon.optimizer import ParallelMuon
 from golfnb.settings import GolfError
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -168,3 +169,16 @@ def test_only_measured_gpus_and_whole_tiles_take_a_kernel(monkeypatch):
     for other in ((8, 0), (10, 0)):
         capability[:] = other
         assert rows(512) is None and rows(2048) is None
+
+
+def test_a_norm_whose_square_is_infinite_gives_zeros_and_the_optimizer_skips_such_a_step():
+    "In fp32 squares end at 3.4e38. A norm of 1e18 is orthogonalized as any other."
+    G = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    for orthogonal in (quintic, polar_express):
+        assert torch.allclose(orthogonal(G * 1e18), orthogonal(G), atol=1e-4)
+        assert not orthogonal(G * 1e20).any() and torch.allclose(orthogonal(G.double() * 1e20), orthogonal(G.double()), atol=1e-4)
+    weight = torch.nn.Parameter(G.clone())
+    weight.grad = G * 1e20
+    optimizer = ParallelMuon([weight])
+    optimizer.step()
+    assert optimizer.skipped == 1 and torch.equal(weight.detach(), G)

@@ -17,8 +17,8 @@ from forked import fork_python
 from tiny import TINY, clean_env, tiny_data
 from workers import enter_node, on_nodes, settings, spawn
 
-from golfnb.studies.bench import record_result
-from golfnb.parallel_muon import Ranks
+from golfnb.tools.results import record_result
+from golfnb.model.engine import Ranks
 
 HERE, TWO = Path(__file__).resolve().parent, {"LINKS": "two_level"}
 CASES = [settings(4), settings(3, PLAN="shared_mlp"), settings(3, CLIP="local", GRAD_CLIP_NORM="0.05")]

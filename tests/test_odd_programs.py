@@ -8,8 +8,8 @@ from forked import run_python
 from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data
 
 from golfnb.settings import GolfError
-from golfnb.tools import cli
-from golfnb.tools.programs import RECIPES, copied_program, find_program, settings_of
+from golfnb.tools import starting
+from golfnb.tools.programs import RECIPES, copied_program, find_program, setting_text, settings_of
 
 TAG = '    "Every number of this recipe."\n'
 TOP = "from collections.abc import Callable\n"
@@ -148,7 +148,7 @@ def unstarted(monkeypatch):
         started.append((s, script))
         return 0
 
-    monkeypatch.setattr(cli, "start_run", start_run)
+    monkeypatch.setattr(starting, "start_run", start_run)
     return started
 
 
@@ -206,7 +206,7 @@ def test_settings_written_down_are_read_back_to_the_same_bytes(name):
     "As a run that goes on gets them: wide says 4 for a float, and a file's header has it."
     recipe = find_program(name)
     s = settings_of(recipe, {})
-    words = {field: cli.setting_text(value) for field, value in asdict(s).items()}
+    words = {field: setting_text(value) for field, value in asdict(s).items()}
     again = settings_of(recipe, {field.upper(): text for field, text in words.items()})
     assert json.dumps(asdict(s)) == json.dumps(asdict(again))
     s.mlp_mult = 2

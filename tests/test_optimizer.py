@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from workers import spawn
 
-from golfnb.bank_rule import BankRule
+from golfnb.model.bank_rule import BankRule
 from golfnb.muon.errors import OptimizerError
 from golfnb.muon.exchange import Group, block_of, matrices_of
 from golfnb.muon.grouping import param_groups
@@ -26,7 +26,7 @@ from golfnb.muon.newton_schulz import quintic
 from golfnb.muon.optimizer import ParallelMuon, problem_with
 from golfnb.muon.rules import MuonEqRule, MuonRule, NorMuonRule, rule_of
 from golfnb.muon.sharded import ChunkedTensor, ShardedState, chunks_of
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.settings import GolfError
 
 WORLDS = (1, 2, 3, 4)
@@ -1472,9 +1472,12 @@ def halves(dtype: torch.dtype = torch.float32, d: int = 64) -> nn.Module:
 class Twins:
     "Two optimizers of one model, of which one records itself, step by step with one another."
 
-    def __init__(self, dtype=torch.float32, **more):
+    def __init__(self, dtype=torch.float32, rule="muon", **more):
         self.models = [halves(dtype), halves(dtype)]
-        self.opts = [ParallelMuon(param_groups(model), **more) for model in self.models]
+        groups = [list(param_groups(model)) for model in self.models]
+        for group in (group for some in groups for group in some if group["rule"] == "muon"):
+            group["rule"] = rule
+        self.opts = [ParallelMuon(some, **more) for some in groups]
         self.opts[1].recorder.works = False
         self.generator = torch.Generator("cuda").manual_seed(1)
         self.replays = 0
@@ -1534,6 +1537,26 @@ def test_a_step_records_itself_and_stays_the_same_to_the_bit(dtype):
             twins.step(ns_steps=steps)
     twins.check()
     assert twins.opts[0].recorder.works and len(twins.opts[0].recorder.recordings) == 2
+
+
+class OwnRecordable(MuonRule):
+    "A rule of one's own that says what is true of it, and reads a number that changes."
+    recordable, kernel = True, "heavy_ball"
+
+    def after(self, made, state, group, ok):
+        return made * (1 + group["momentum"])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("rule", ["normuon", "muoneq_r", OwnRecordable()], ids=["normuon", "muoneq_r", "own"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_rules_record_themselves_too(rule, dtype):
+    twins = Twins(dtype, rule, max_norm=1.0)
+    for i in range(20):
+        twins.step(keep=i % 2 == 0, lr=0.02 / (i + 1), momentum=0.9 + i / 1000, poison=i == 12)
+    assert len(twins.opts[0].recorder.recordings) == 1 and twins.replays > 10
+    twins.check()
 
 
 @pytest.mark.gpu

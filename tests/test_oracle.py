@@ -10,8 +10,8 @@ from oracle.compare import (CASES, FORMS, ROOM, STEPS, WORDS, differences, progr
 from oracle.pack import oracle_scripts
 from tiny import forked_ranks, loaded, tiny_data
 
-from golfnb.parallel_muon import Ranks
-from golfnb.run import open_run
+from golfnb.model.engine import Ranks
+from golfnb.run.run import open_run
 from golfnb.settings import read_settings
 from golfnb.tools.checkpoint import load_program
 from golfnb.tools.programs import recipe_program

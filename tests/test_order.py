@@ -10,21 +10,21 @@ from test_engine import Replayed
 from test_model import VARIANTS, filled, tokens
 from tiny import settings_for, tiny_data
 
-import golfnb.train as train_module
-from golfnb.artifact import Lzma, save_artifact
-from golfnb.averaging import NoAverage
-from golfnb.bpb import ByteTable, tokenizer_hash
-from golfnb.layers import rms_norm, token_nll
-from golfnb.layout import bank_per_shape
-from golfnb.model import Golf, SavedModel, init_model, load_named, model_from_settings, named_state, saved_settings, take_order
-from golfnb.parallel_muon import AdamW, ClipEach, Engine, Muon, Ranks
-from golfnb.quantize import calibrate, captured_inputs, quantize_state
+import golfnb.run.train as train_module
+from golfnb.file.artifact import Lzma, save_artifact
+from golfnb.run.average import NoAverage
+from golfnb.text.bpb import ByteTable, tokenizer_hash
+from golfnb.model.layers import rms_norm, token_nll
+from golfnb.model.layout import bank_per_shape
+from golfnb.model.golf import Golf, SavedModel, init_model, load_named, model_from_settings, named_state, saved_settings, take_order
+from golfnb.model.engine import AdamW, ClipEach, Engine, Muon, Ranks
+from golfnb.file.quantize import calibrate, captured_inputs, quantize_state
 from golfnb.settings import GolfError
 from golfnb.tools.guard import bytes_needed
 from golfnb.tools.play import Player, TextPieces
 from golfnb.tools.sampling import CachedReader, next_logits
-from golfnb.train import RunLog, StepGraph, Trainer, backward_pass, rehearse, train, training_loss
-from golfnb.ttt import score_first
+from golfnb.run.train import RunLog, StepGraph, Trainer, backward_pass, rehearse, train, training_loss
+from golfnb.score.ttt import score_first
 
 ORDER = (0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 4)  # three blocks three times
 

@@ -5,10 +5,10 @@ import shutil
 import pytest
 from tiny import TINY, golfnb, one_sentence, run_quietly, tiny_data
 
-from golfnb.artifact import Plain, save_artifact, save_weights
+from golfnb.file.artifact import Plain, save_artifact, save_weights
 from golfnb.recipes import demo
 from golfnb.settings import GolfError
-from golfnb.tools import cli
+from golfnb.tools.commands import demo as demo_page
 from golfnb.tools.checkpoint import clear_checkpoints, clear_half_written
 from golfnb.tools.data import stdlib_documents
 from score_workers import random_state
@@ -91,8 +91,8 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_lies_there_stays(folder, monkeypatch, name):
-    for starts in ("start_run", "demo_data"):  # nothing trains here: what is lost is lost before
-        monkeypatch.setattr(f"golfnb.tools.cli.{starts}", lambda *a: 0)
+    for starts in ("starting.start_run", "commands.demo.demo_data", "commands.drill.demo_data"):  # nothing trains here: what is lost is lost before
+        monkeypatch.setattr(f"golfnb.tools.{starts}", lambda *a: 0)
     before = files(folder)
     done = golfnb(*COMMANDS[name], cwd=folder)
     assert done.returncode == 2 and one_sentence(done.stderr), done.stdout + done.stderr
@@ -106,8 +106,7 @@ def test_what_a_command_wrote_itself_it_may_write_again(folder):
             assert done.returncode == 0, done.stderr
 
 
-def test_demo_data_of_ones_own_stays(folder, monkeypatch):
-    monkeypatch.setattr("golfnb.tools.data.stdlib_documents", lambda *a: ["a text"])
+def test_demo_data_of_ones_own_stays(folder):
     data = folder / "runs" / "demo" / "data"
     data.mkdir()
     (data / "essays_train_000000.bin").write_bytes(MINE)
@@ -129,7 +128,7 @@ def test_a_run_whose_log_is_moved_away_stays_with_all_that_it_made(tmp_path, mon
         (run / "train.log").rename(tmp_path / "rotated.log")
         save_weights(run / "ema.golf", random_state(), {})
         return 0
-    monkeypatch.setattr("golfnb.tools.launcher.run_script", trains)
+    monkeypatch.setattr("golfnb.tools.starting.run_script", trains)
     assert golfnb(*tiny_training(tmp_path), cwd=tmp_path).returncode == 0
     assert {path.name for path in run.iterdir()} == {"train_gpt.py", "tokenizer.model", "ema.golf"}
 
@@ -144,20 +143,20 @@ def test_a_run_that_never_began_goes_again_and_one_that_began_does_not(tmp_path,
         if left == 1:
             (run / "train.log").unlink()
         return 2
-    monkeypatch.setattr("golfnb.tools.launcher.run_script", refused)
+    monkeypatch.setattr("golfnb.tools.starting.run_script", refused)
     assert golfnb(*tiny_training(tmp_path), cwd=tmp_path).returncode == 2
     assert (tmp_path / "runs").exists() == run.exists() == (left > 0)
 
 
 def test_a_directory_that_was_there_stays_if_the_run_never_begins(tmp_path, monkeypatch):
     (tmp_path / "runs" / "x").mkdir(parents=True)
-    monkeypatch.setattr("golfnb.tools.launcher.run_script", lambda *rest, **how: 2)
+    monkeypatch.setattr("golfnb.tools.starting.run_script", lambda *rest, **how: 2)
     assert golfnb(*tiny_training(tmp_path), cwd=tmp_path).returncode == 2 and (tmp_path / "runs" / "x" / "train_gpt.py").is_file()
 
 
 @pytest.mark.parametrize("config", [{"recipe": "golf"}, {"recipe": "demo", "data_path": "mine"}, None])
 def test_the_demo_replaces_no_run_but_a_demos(folder, monkeypatch, config):
-    monkeypatch.setattr(cli, "demo_data", lambda *a: 0)
+    monkeypatch.setattr(demo_page, "demo_data", lambda *a: 0)
     run = folder / "runs" / "demo"
     (run / "thesis.txt").unlink()
     (run / "train.log").write_text("step:1")

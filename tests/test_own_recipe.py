@@ -23,8 +23,8 @@ import time
 
 import torch.nn.functional as F
 
-from golfnb.artifact import Plain
-from golfnb.model import SigmoidSkips
+from golfnb.file.artifact import Plain
+from golfnb.model.golf import SigmoidSkips
 
 
 def squared_gelu(z, gain):
@@ -54,12 +54,12 @@ def after_a_pause(rate, seconds):
     time.sleep(seconds)
     return rate
 '''
-EDITS = (("from golfnb.loader import", "from acts import Bzip, SlowSkips, after_a_pause, squared_gelu\nfrom golfnb.loader import"), ("s.attention, skips())", "s.attention, skips(), partial(squared_gelu, gain=s.gain))"),
+EDITS = (("from golfnb.text.loader import", "from acts import Bzip, SlowSkips, after_a_pause, squared_gelu\nfrom golfnb.text.loader import"), ("s.attention, skips())", "s.attention, skips(), partial(squared_gelu, gain=s.gain))"),
          ("          skips=SigmoidSkips)", "          skips=SlowSkips)"), ("import Golf, ModelSettings, SigmoidSkips, init_model", "import Golf, ModelSettings, init_model"),
          ("Muon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)", "BankRule(NorMuonRule(), s.matrix_lr, s.muon_wd, beta2=0.9)"),
-         ("EngineSettings, Muon, Ranks", "EngineSettings, Ranks"), ("from golfnb.run import", "from golfnb.bank_rule import BankRule\nfrom golfnb.muon.rules import NorMuonRule\nfrom golfnb.run import"),
+         ("EngineSettings, Muon, Ranks", "EngineSettings, Ranks"), ("from golfnb.run.run import", "from golfnb.model.bank_rule import BankRule\nfrom golfnb.muon.rules import NorMuonRule\nfrom golfnb.run.run import"),
          ("CODEC = Best()", "CODEC = Bzip()"), ("import ArtifactSettings, Best, unpack_bytes", "import ArtifactSettings, unpack_bytes"),
-         ('    "Every number of this recipe."\n', '    "Every number of this recipe."\n    rise: int = setting(3, "steps over which the rate rises: steps", bounds="> 0")\n    gain: float = setting(1.0, "of the activation: factor")\n    pause: float = setting(0.0, "before a step: seconds", bounds=">= 0")\n'), ("from golfnb.ttt import", "from golfnb.settings import setting\nfrom golfnb.ttt import"),
+         ('    "Every number of this recipe."\n', '    "Every number of this recipe."\n    rise: int = setting(3, "steps over which the rate rises: steps", bounds="> 0")\n    gain: float = setting(1.0, "of the activation: factor")\n    pause: float = setting(0.0, "before a step: seconds", bounds=">= 0")\n'), ("from golfnb.score.ttt import", "from golfnb.settings import setting\nfrom golfnb.score.ttt import"),
          ("    rate = lr_schedule(t.settings, t.steps, control[0])\n", "    rate = lr_schedule(t.settings, t.steps, control[0]) * min(1.0, (t.steps + 1) / t.settings.rise)\n    rate = after_a_pause(rate, t.settings.pause)\n"))
 
 
@@ -264,7 +264,7 @@ def test_names_parts_and_packages_that_cannot_be(place, tmp_path, monkeypatch):
             ("codec.py", text.replace("CODEC = Bzip()", "CODEC = Brotli()").replace("import ArtifactSettings,", "import ArtifactSettings, Brotli,"), "brotli"),
             ("fault.py", text.replace("CODEC = Bzip()", "CODEC = type('Faulty', (Bzip,), dict(decompress=lambda *_: b''))()"), "'bz2' .*found 0 bytes"),
             ("taken.py", text.replace("CODEC = Bzip()", "CODEC = type('Faulty', (Bzip,), dict(name='lzma'))()"), "Faulty .*found 'lzma'"),
-            ("whole.py", text + "\n\nimport golfnb.model\n", "whole.py line .*import golfnb.model"),
+            ("whole.py", text + "\n\nimport golfnb.model.golf\n", "whole.py line .*import golfnb.model.golf"),
             ("place.py", text + "\n\nTABLE = open(__file__)\n", "place.py line .*__file__")):
         (tmp_path / name).write_text(changed)
         monkeypatch.setitem(sys.modules, "brotli", None)

@@ -5,9 +5,9 @@ import pytest
 
 from golfnb.studies.baselines import candidate_buckets, search_buckets
 from golfnb.settings import GolfError
-from golfnb.layout import LayoutSettings, Matrix, bank_named, bank_per_shape, group_matrices, mlp_in_one_bank, numel
+from golfnb.model.layout import LayoutSettings, Matrix, bank_named, bank_per_shape, group_matrices, mlp_in_one_bank, numel
 from golfnb.studies.buckets import read_plan
-from golfnb.plan import MachineModel, CommSchedule, check_comm_schedule, finish_us, comm_schedule, predict, transfer_us, update_time_us
+from golfnb.model.plan import MachineModel, CommSchedule, check_comm_schedule, finish_us, comm_schedule, predict, transfer_us, update_time_us
 
 
 def random_layout(seed: int, banks: int | None = None):

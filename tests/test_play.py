@@ -20,15 +20,15 @@ import sentencepiece as spm
 import torch
 from tiny import golfnb, one_sentence, tiny_data
 
-from golfnb.artifact import Lzma, save_artifact
-from golfnb.bpb import load_tokenizer, tokenizer_hash
+from golfnb.file.artifact import Lzma, save_artifact
+from golfnb.text.bpb import load_tokenizer, tokenizer_hash
 from golfnb.tools.report import find_artifact, find_tokenizer, run_data
-from golfnb.evaluate import plain_loss
-from golfnb.layout import bank_per_shape
-from golfnb.model import Golf, SavedModel, init_model, load_named, named_state
-from golfnb.parallel_muon import Ranks
+from golfnb.score.evaluate import plain_loss
+from golfnb.model.layout import bank_per_shape
+from golfnb.model.golf import Golf, SavedModel, init_model, load_named, named_state
+from golfnb.model.engine import Ranks
 from golfnb.tools.play import LIMIT, Player, TextPieces, play_server
-from golfnb.quantize import quantize_state
+from golfnb.file.quantize import quantize_state
 from golfnb.settings import GolfError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,15 +7,15 @@ import torch
 from test_settings import env
 from tiny import TINY, forked_ranks, golfnb, run_quietly, tiny_data
 
-from golfnb.artifact import load_model
-from golfnb.frontier import Frontier, in_order_of
-from golfnb.parallel_muon import AdamW, Ranks
+from golfnb.file.artifact import load_model
+from golfnb.model.frontier import Frontier, in_order_of
+from golfnb.model.engine import AdamW, Ranks
 from golfnb.recipes import pr2135
 from golfnb.settings import GolfError, read_settings
 from golfnb.tools.checkpoint import open_kept
 from golfnb.tools.cli import main_cli
 from golfnb.tools.sampling import generate
-from golfnb.train import Extra, floored_schedule, lr_schedule
+from golfnb.run.train import Extra, floored_schedule, lr_schedule
 
 COMMAND = """CASEOPS_ENABLED=0 VOCAB_SIZE=8192 NGRAM_TILT_ENABLED=0 SMEAR_GATE_BOS_FIX=0 EVAL_SEQ_LEN=2560 MATRIX_LR=0.028 MIN_LR=0.1 WARMDOWN_FRAC=0.85 BETA2=0.99
 SPARSE_ATTN_GATE_ENABLED=1 SPARSE_ATTN_GATE_SCALE=0.5 SMEAR_GATE_ENABLED=1 GATE_WINDOW=12 EMA_DECAY=0.9965"""

@@ -8,7 +8,7 @@ from workers import spawn
 from golfnb.muon.errors import OptimizerError
 from golfnb.muon.optimizer import ParallelMuon
 from golfnb.muon.rules import QkClip, clip_heads
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 
 
 def largest(model, rows):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from golfnb.settings import GolfError
-from golfnb.quantize import (Packed, bits_per_weight, dequantize_state, entropy_bits, k_for_bits, pack_plain, pack_rows, pack_std, quantize_state, size_to_target, std_scale, unpack_plain)
+from golfnb.file.quantize import (Packed, bits_per_weight, dequantize_state, entropy_bits, k_for_bits, pack_plain, pack_rows, pack_std, quantize_state, size_to_target, std_scale, unpack_plain)
 
 
 def state(seed=0, std=0.04):

@@ -10,13 +10,13 @@ from quick import BROAD, changed_paths, closing_line, select
 FILES = {
     "golfnb/__init__.py": "",
     "golfnb/settings.py": "import json\n",
-    "golfnb/averaging.py": "from .settings import setting\n",
-    "golfnb/train.py": "from .averaging import Ema\n",
-    "golfnb/tools/cli.py": "def train():\n    from ..train import train\n",
-    "golfnb/tools/play.py": "from golfnb import train\n",
+    "golfnb/run/average.py": "from ..settings import setting\n",
+    "golfnb/run/train.py": "from .average import Ema\n",
+    "golfnb/tools/cli.py": "def train():\n    from ..run.train import train\n",
+    "golfnb/tools/play.py": "from golfnb.run import train\n",
     "tests/tiny.py": "import golfnb.settings\n",
-    "tests/test_averaging.py": "from golfnb.averaging import Ema\n",
-    "tests/test_train.py": "from tiny import TINY\nfrom golfnb import train\n",
+    "tests/test_average.py": "from golfnb.run.average import Ema\n",
+    "tests/test_train.py": "from tiny import TINY\nfrom golfnb.run import train\n",
     "tests/test_cli.py": "import golfnb.tools.cli as cli\n",
     "tests/test_play.py": "def test():\n    from golfnb.tools.play import play\n",
     "tests/test_book.py": "import re\n",
@@ -47,10 +47,10 @@ def chosen(tree: Path, *changed: str | Path, slow=(), broad=()) -> tuple[list[st
 
 
 @pytest.mark.parametrize("changed, tests", [
-    ("golfnb/averaging.py", ["test_averaging", "test_train"]),
-    ("golfnb/train.py", ["test_cli", "test_play", "test_train"]),
+    ("golfnb/run/average.py", ["test_average", "test_train"]),
+    ("golfnb/run/train.py", ["test_cli", "test_play", "test_train"]),
     ("golfnb/tools/cli.py", ["test_cli"]),
-    ("golfnb/settings.py", ["test_averaging"]),
+    ("golfnb/settings.py", ["test_average"]),
     ("golfnb/removed.py", []),
     ("tests/tiny.py", ["test_train"]),
     ("tests/test_book.py", ["test_book"]),
@@ -81,12 +81,12 @@ def test_notebooks_that_use_what_changed_run_too_as_far_as_time_allows(tree):
     "A page may be stale though nothing in it changed: it runs, or is named as left out."
     own = page(tree, "own.ipynb", "from golfnb.tools.cli import main", 45)
     long = page(tree, "start.ipynb", "import golfnb.tools.cli", 80)
-    chapter = page(tree, "story/08_averaging.ipynb", "from golfnb.settings import setting", 5, "averaging")
+    chapter = page(tree, "story/08_average.ipynb", "from golfnb.settings import setting", 5, "run.average")
     page(tree, "other.ipynb", "import numpy", 5)
     found = select(tree, [Path("golfnb/settings.py")], ())
     assert found.notebooks == [own, chapter] and found.left_out == [long]
     assert str(long) in closing_line(found, 1.0) and "all in order" not in closing_line(found, 1.0)
-    found = select(tree, [Path("golfnb/train.py"), long], ())
+    found = select(tree, [Path("golfnb/run/train.py"), long], ())
     assert found.notebooks == [long, own] and not found.left_out
     assert closing_line(found, 1.0) == "all in order after 1 s"
 
@@ -101,13 +101,13 @@ def test_an_excerpt_shows_where_outputs_differ():
 
 def test_slow_files_are_left_out_unless_they_changed(tree):
     slow = ("test_cli", "test_book")
-    assert chosen(tree, "golfnb/train.py", slow=slow) == (["test_play", "test_train"], ["test_cli"])
-    tests, left_out = chosen(tree, "golfnb/train.py", "tests/test_cli.py", slow=slow)
+    assert chosen(tree, "golfnb/run/train.py", slow=slow) == (["test_play", "test_train"], ["test_cli"])
+    tests, left_out = chosen(tree, "golfnb/run/train.py", "tests/test_cli.py", slow=slow)
     assert (tests, left_out) == (["test_cli", "test_play", "test_train"], [])
 
 
 def test_a_broad_file_runs_for_itself_and_for_the_module_it_is_named_after(tree):
-    assert chosen(tree, "golfnb/train.py", broad=["test_play"]) == (["test_cli", "test_train"], ["test_play"])
+    assert chosen(tree, "golfnb/run/train.py", broad=["test_play"]) == (["test_cli", "test_train"], ["test_play"])
     for changed in ("golfnb/tools/play.py", "tests/test_play.py"):
         assert chosen(tree, changed, broad=["test_play"]) == (["test_play"], [])
     assert all((Path(__file__).parent / f"{stem}.py").is_file() for stem in BROAD)
@@ -124,10 +124,10 @@ def test_what_differs_is_what_was_committed_changed_deleted_or_added_since_main(
     git("commit", "-m", "first")
     assert changed_paths(tree) == []
     git("checkout", "-b", "work")
-    (tree / "golfnb/train.py").write_text("x = 1\n")
+    (tree / "golfnb/run/train.py").write_text("x = 1\n")
     git("commit", "-am", "committed")
     git("checkout", "main")
-    (tree / "golfnb/averaging.py").write_text("x = 1\n")
+    (tree / "golfnb/run/average.py").write_text("x = 1\n")
     git("commit", "-am", "main goes on")
     git("checkout", "work")
     (tree / "tests/tiny.py").write_text("x = 1\n")
@@ -135,7 +135,7 @@ def test_what_differs_is_what_was_committed_changed_deleted_or_added_since_main(
     (tree / "two words.py").write_text("")
     (tree / "run.log").write_text("")
     found = [str(path) for path in changed_paths(tree)]
-    assert found == ["golfnb/train.py", "tests/test_book.py", "tests/tiny.py", "two words.py"]
+    assert found == ["golfnb/run/train.py", "tests/test_book.py", "tests/tiny.py", "two words.py"]
     git("branch", "-m", "main", "trunk")
     with pytest.raises(SystemExit, match="`main`"):
         changed_paths(tree)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import workers
-from golfnb.parallel_muon import Ranks, clip_each, clip_mean
+from golfnb.model.engine import Ranks, clip_each, clip_mean
 from workers import settings, spawn
 
 WORLDS = (2, 3, 4, 8)

@@ -10,10 +10,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from golfnb.artifact import Best, Lzma, Rans, decompress_section, pack_bytes, unpack_bytes
-from golfnb.rans import RANS_BITS, rans_decode, rans_encode, rans_streams, rans_frequencies
+from golfnb.file.artifact import Best, Lzma, Rans, decompress_section, pack_bytes, unpack_bytes
+from golfnb.file.rans import RANS_BITS, rans_decode, rans_encode, rans_streams, rans_frequencies
 from golfnb.settings import GolfError
-from golfnb.quantize import Packed, entropy_bits
+from golfnb.file.quantize import Packed, entropy_bits
 from test_artifact import slow_rans
 
 

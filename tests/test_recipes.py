@@ -8,7 +8,7 @@ from oracle.pack import oracle_scripts
 from test_settings import PR549, PR1060, env
 from tiny import TINY, forked_ranks, golfnb, loaded, run_quietly, tiny_data
 
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.recipes import difference, figures, program_text
 from golfnb.tools.guard import check_memory
 from golfnb.settings import NOT_BUILT, PUBLISHED, GolfError, one_spelling, published_words, read_settings

@@ -10,7 +10,8 @@ import torch
 from golfnb.muon.jit import triton
 from golfnb.muon.multi_tensor import RECORDING, Kept, Upload, at_rest, copy_gradients, current_upload, live_numbers, numbers_of, on_device
 from golfnb.muon.newton_schulz import newton_schulz
-from golfnb.muon.recorded import STREAMS, Recorder, SharedRecorder, drop_all, on_streams, orthogonalized_in_place, share_out, spare_elements
+from golfnb.muon.recorded import STREAMS, Recorder, SharedRecorder, drop_all, lent_direction, multiplies_as_usual, on_streams, orthogonalized_in_place, share_out, spare_elements
+from golfnb.muon.rules import AdamWRule, MuonEqRule, MuonRule, NorMuonRule
 
 CPU = torch.device("cpu")
 GROUP = {"ns_coefficients": "quintic", "ns_steps": 5, "eps": 1e-7}
@@ -142,9 +143,6 @@ class Agreed(SharedRecorder):
                 notes.append("replay")
         return Replayed()
 
-    def leave(self):
-        self.notes.append("leave")
-
     def walk(self, keys, reason=""):
         self.notes.clear()
         for key in keys:
@@ -175,6 +173,7 @@ def test_a_recording_that_fails_here_is_told_to_the_others(caplog, monkeypatch):
         def record(self, moving, function):
             raise RuntimeError("no room")
     recorder = Failing()
+    monkeypatch.setattr("golfnb.muon.recorded.leave_capture", lambda device: recorder.notes.append("leave"))
     recorder.ask_all = lambda words: said.append(words) or [words, ""]
     assert recorder.walk("aaaaaaaaa") == [9, 0, 0] and recorder.notes.count("leave") == 1 and not recorder.works
     assert said == ["", "new", "no room"] and [record.levelname for record in caplog.records] == ["WARNING"]
@@ -194,6 +193,37 @@ def test_lent_memory_gives_the_same(shape):
     stack = torch.randn(shape)
     made = orthogonalized_in_place(stack.clone(), torch.empty(spare_elements(*shape)), GROUP)
     assert torch.equal(made, newton_schulz(stack))
+
+
+class Halves(MuonRule):
+    "One of one's own: half of a stack is made orthogonal, and twice the result is a direction."
+    def before(self, stack, group):
+        return stack / 2
+
+    def after(self, made, state, group, ok):
+        return made * 2
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rule", [MuonRule(), NorMuonRule(), MuonEqRule(), Halves()], ids=lambda rule: type(rule).__name__)
+def test_directions_in_lent_memory_are_the_rules_own(rule, transposed):
+    group, shape, found = {**rule.defaults, "transposed": transposed}, (3, 6, 4), []
+    for lend in (False, True):
+        torch.manual_seed(0)
+        state = {name: torch.rand(3, *of_one) for name, of_one in rule.matrix_state(6, 4, group).items()}
+        stack, ok = torch.randn(shape), torch.tensor([True, False, True]).view(-1, 1, 1)
+        assert multiplies_as_usual(rule)
+        made = lent_direction(rule, stack, torch.empty(spare_elements(*shape)), state, group, ok) if lend else rule.direction(stack, state, group, ok)
+        found.append([made, *state.values()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_direction_of_ones_own_gets_no_lent_memory():
+    class Own(MuonRule):
+        def direction(self, stack, state, group, ok):
+            return stack
+
+    assert not multiplies_as_usual(Own()) and not multiplies_as_usual(AdamWRule())
 
 
 INTERPRETED = """

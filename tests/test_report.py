@@ -12,7 +12,7 @@ import pytest
 from tiny import golfnb
 
 from golfnb.settings import GolfError
-from golfnb.studies.bench import settings_diff
+from golfnb.tools.results import settings_diff
 from golfnb.tools.report import PAGE_STYLE, loss_chart, paired, read_run, run_rows, ttt_chart, weight_chart, write_report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "book"))
@@ -113,7 +113,7 @@ def test_pages_fit_a_desktop_and_a_phone(tmp_path):
 
 def test_a_text_never_costs_the_page(tmp_path, monkeypatch):
     from golfnb.tools import report
-    from golfnb.artifact import Lzma, save_artifact
+    from golfnb.file.artifact import Lzma, save_artifact
 
     run = invented(tmp_path / "a", 1)
     save_artifact(run / "artifact.golf", {}, {}, Lzma())
@@ -125,7 +125,7 @@ def test_a_text_never_costs_the_page(tmp_path, monkeypatch):
 
 
 def test_a_page_says_that_its_artifact_is_not_what_was_scored(tmp_path):
-    from golfnb.artifact import Lzma, save_artifact
+    from golfnb.file.artifact import Lzma, save_artifact
 
     run = invented(tmp_path / "a", 1)
     save_artifact(run / "artifact.golf", {}, {}, Lzma())
@@ -194,7 +194,7 @@ def test_a_fault_of_the_drawing_is_no_damaged_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_audit_can_be_typed_as_it_stands(tmp_path, monkeypatch, installed):
     "Also where the shell does not find golfnb: then by the path of the command beside this Python."
-    from golfnb.artifact import Lzma, save_artifact
+    from golfnb.file.artifact import Lzma, save_artifact
 
     command = tmp_path / "bin" / "golfnb"
     command.parent.mkdir()

@@ -21,17 +21,17 @@ from forked import fork_python, run_python
 from tiny import TINY, clean_env, one_sentence, run_quietly, settings_for, own_program, tiny_data, waiting
 from workers import Batches, machine, settings, spawn, trained
 
-from golfnb.averaging import EmaAndSwa, Swa
-from golfnb.bpb import tokenizer_hash
-from golfnb.parallel_muon import Ranks
+from golfnb.run.average import EmaAndSwa, Swa
+from golfnb.text.bpb import tokenizer_hash
+from golfnb.model.engine import Ranks
 from golfnb.recipes import demo, pr1060
-from golfnb.run import Run, keep_traces, open_run
+from golfnb.run.run import Run, keep_traces, open_run
 from golfnb.settings import GolfError
-from golfnb.shards import write_shard
+from golfnb.text.shards import write_shard
 from golfnb.tools.cli import main_cli
 from golfnb.tools.guard import check_manifest, preflight
 from golfnb.tools.programs import find_program, script_text
-from golfnb.train import RunLog, Trainer, training_loss
+from golfnb.run.train import RunLog, Trainer, training_loss
 
 
 
@@ -366,7 +366,7 @@ def test_traces_of_the_compiled_loss_may_be_kept_on_disk():
     from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
     from golfnb.muon.jit import KERNELS
-    from golfnb.kernels import fuse
+    from golfnb.model.kernels import fuse
 
     class Seen(Exception):
         pass

@@ -8,10 +8,10 @@ import torch
 from test_model import VARIANTS, filled
 from tiny import settings_for
 
-from golfnb.studies.bench import record_result
-from golfnb.layout import mlp_in_one_bank
-from golfnb.model import Block, Golf, SigmoidSkips, init_model
-from golfnb.parallel_muon import Ranks
+from golfnb.tools.results import record_result
+from golfnb.model.layout import mlp_in_one_bank
+from golfnb.model.golf import Block, Golf, SigmoidSkips, init_model
+from golfnb.model.engine import Ranks
 from golfnb.tools.programs import recipe_program
 from golfnb.tools.sampling import CachedBlock, CachedReader, draw, generate, next_logits, row_start, stream_tokens
 from golfnb.settings import GolfError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from score_workers import adapted, documents, plain_and_sliding, spawn_scores
 
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 
 ALONE = Ranks()
 

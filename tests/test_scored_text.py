@@ -10,12 +10,12 @@ import sentencepiece as spm
 import torch
 from tiny import TINY, golfnb, one_sentence, run_quietly
 
-from golfnb.adapters import AdapterSettings, score_documents
-from golfnb.artifact import load_model
-from golfnb.bpb import byte_table, load_tokenizer, target_bytes
-from golfnb.model import named_state
-from golfnb.parallel_muon import Ranks
-from golfnb.shards import val_tokens
+from golfnb.score.adapters import AdapterSettings, score_documents
+from golfnb.file.artifact import load_model
+from golfnb.text.bpb import byte_table, load_tokenizer, target_bytes
+from golfnb.model.golf import named_state
+from golfnb.model.engine import Ranks
+from golfnb.text.shards import val_tokens
 from golfnb.tools.data import build_shards, stdlib_documents
 from golfnb.tools.programs import recipe_program
 
@@ -87,7 +87,7 @@ def test_adapters_begin_anew_with_each_document(root, tmp_path):
     words += ["--val", root / "data/t_val_*.bin", "--tokenizer", root / "tokenizer.model"]
     assert scored(golfnb("score", "lone.golf", *words, cwd=tmp_path)) == pytest.approx(wanted, abs=1e-6)
     tokens = val_tokens(root / "data/t_val_*.bin", 64, 400)
-    from golfnb.shards import write_shard
+    from golfnb.text.shards import write_shard
     write_shard(tmp_path / "cut_val_000000.bin", tokens[5:])
     words[words.index("--val") + 1] = "cut_val_*.bin"
     done = golfnb("score", "lone.golf", *words, cwd=tmp_path)

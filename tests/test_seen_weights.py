@@ -10,7 +10,7 @@ from workers import spawn
 import golfnb.muon.multi_tensor as M
 from golfnb.muon.newton_schulz import POLAR_EXPRESS_COEFFS
 from golfnb.muon.optimizer import ParallelMuon
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.muon.rules import RULES, MuonRule, OptimizerError, apply_direction, replace
 
 F64 = torch.float64

@@ -12,10 +12,10 @@ from hypothesis import given, settings, strategies as st
 from tiny import known_names, own_program
 
 import golfnb
-from golfnb.adapters import AdapterSettings
-from golfnb.loader import grad_accum
-from golfnb.model import EACH_ONCE, Golf, SavedModel, saved_settings
-from golfnb.parallel_muon import Ranks
+from golfnb.score.adapters import AdapterSettings
+from golfnb.text.loader import grad_accum
+from golfnb.model.golf import EACH_ONCE, Golf, SavedModel, saved_settings
+from golfnb.model.engine import Ranks
 from golfnb.tools.guard import check_memory, preflight
 from golfnb.settings import IGNORED, NOT_BUILT, BaseSettings, GolfError, printable, published_words, read_json, setting, settings_from
 from golfnb.tools.programs import RECIPES, every_setting, find_program, setting_groups, setting_specs, settings_of

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from golfnb.settings import GolfError
-from golfnb.shards import (HEADER_BYTES, SHARD_MAGIC, ShardWriter, _checked_header, atomic_write, check_disjoint, find_shards, left_out, open_shard, read_header,
+from golfnb.text.shards import (HEADER_BYTES, SHARD_MAGIC, ShardWriter, _checked_header, atomic_write, check_disjoint, find_shards, left_out, open_shard, read_header,
                            read_tokens, shard_name, val_tokens, write_shard)
 
 
@@ -142,7 +142,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from golfnb.settings import GolfError
-from golfnb.shards import atomic_write, write_shard
+from golfnb.text.shards import atomic_write, write_shard
 path = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 for write in (lambda: atomic_write(path, b"n" * 100_000), lambda: write_shard(path, [1] * 50_000)):
@@ -179,7 +179,7 @@ def test_atomic_write_makes_directories_and_leaves_no_neighbour_on_interrupt(tmp
 
 
 def test_many_headers_are_read_and_validated_once(tmp_path):
-    from golfnb.loader import CoprimeSampler
+    from golfnb.text.loader import CoprimeSampler
 
     for i in range(200):
         (tmp_path / f"fineweb_train_{i:06d}.bin").write_bytes(header(tokens=40) + bytes(80))

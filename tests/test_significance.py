@@ -7,7 +7,7 @@ import pytest
 from tiny import golfnb, one_sentence
 
 from golfnb.settings import GolfError
-from golfnb.studies.significance import below_target, compare_runs, run_summary, runs_needed, student_tail, welch
+from golfnb.tools.significance import below_target, compare_runs, run_summary, runs_needed, student_tail, welch
 
 RESULTS = Path(__file__).resolve().parent.parent / "nbs/results"
 

@@ -4,10 +4,10 @@ import json
 import numpy as np
 import pytest
 
-from golfnb.loader import Loader
+from golfnb.text.loader import Loader
 from golfnb.settings import GolfError
-from golfnb.shards import find_shards, write_shard
-from golfnb.spans import SpanSampler
+from golfnb.text.shards import find_shards, write_shard
+from golfnb.text.spans import SpanSampler
 
 
 def shards(folder, lengths=(700, 411, 905), seed=0):

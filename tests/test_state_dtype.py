@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from workers import spawn
 
 from golfnb.muon.optimizer import ParallelMuon
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.muon.rules import AdamWRule, MuonEqRule, MuonRule, NorMuonRule, OptimizerError, heavy_ball
 
 BF16 = torch.bfloat16

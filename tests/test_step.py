@@ -62,7 +62,8 @@ def test_every_module_has_a_notebook_and_is_importable_without_heavy_extras():
     modules = [p for p in (ROOT / "golfnb").rglob("*.py") if p.stem not in ("__init__", "__main__", "_modidx", "train_gpt")]
     chapters = [p.stem.split("_", 1)[1] for p in (ROOT / "nbs").glob("*/[0-9]*_*.ipynb") if "_study_" not in p.stem]
     recipes = [p.stem for p in (ROOT / "nbs" / "recipes").glob("*.ipynb")]
-    assert sorted(p.stem for p in modules) == sorted(chapters + recipes)
+    commands = [p.stem.removeprefix("golfnb_") for p in (ROOT / "nbs" / "commands").glob("*.ipynb")]
+    assert sorted(p.stem for p in modules) == sorted(chapters + recipes + commands)
     names = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in modules]
     code += "\n".join(f"import {n}" for n in sorted(names))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -8,16 +8,16 @@ import torch
 from tiny import TINY, tiny_data
 
 from golfnb.studies import harness as studies
-from golfnb.studies.bench import read_result
-from golfnb.loader import grad_accum
-from golfnb.parallel_muon import Ranks, clip_coef, squared_norm
+from golfnb.tools.results import read_result
+from golfnb.text.loader import grad_accum
+from golfnb.model.engine import Ranks, clip_coef, squared_norm
 from golfnb.recipes import golf, pr549, pr726
 from golfnb.settings import GolfError
-from golfnb.shards import write_shard
+from golfnb.text.shards import write_shard
 from golfnb.studies.variants import PARTS, Variant, read_variant
 from golfnb.tools.programs import copied_program
-from golfnb.train import backward_pass, train, training_loss
-from golfnb.ttt import TttSettings
+from golfnb.run.train import backward_pass, train, training_loss
+from golfnb.score.ttt import TttSettings
 
 SMALL = {**TINY, "MODEL_DIM": "64", "NUM_LAYERS": "4", "VE_LAYERS": "3", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096", "SWA_EVERY": "1",
          "WARMUP_STEPS": "1", "STUDY_STEPS": "2", "STUDY_SEEDS": "1", "STUDY_VAL": "1", "STUDY_TOKENS": "200", "TRAIN_BATCH_TOKENS": "256"}

@@ -14,7 +14,7 @@ from tiny import TINY, run_quietly, tiny_data
 from golfnb.tools.cli import main_cli
 from golfnb.settings import GolfError
 from golfnb.recipes import demo
-from golfnb.shards import write_shard
+from golfnb.text.shards import write_shard
 from golfnb.tools.submission import beats_target, check_submission, make_submission, read_log, run_command
 
 SCRIPT = b"LATE_STEPS = 2\n" + b"# and so on\n" * 2000  # the script itself is checked in chapter 28

@@ -7,7 +7,7 @@ from tiny import TINY
 
 from golfnb.studies.bench import BenchJob
 from golfnb.settings import GolfError
-from golfnb.parallel_muon import Ranks
+from golfnb.model.engine import Ranks
 from golfnb.studies.timing import bench_attention, bench_trace, check_sets, device_events, event_kind, merge_events, scaling_table
 
 SMALL = {**TINY, "MODEL_DIM": "64", "NUM_LAYERS": "2", "TRAIN_SEQ_LEN": "32", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128", "VAL_BATCH_SIZE": "4096", "DATA_PATH": "absent"}

@@ -10,7 +10,7 @@ import torch
 
 from golfnb.muon.jit import triton
 from golfnb.settings import GolfError
-from golfnb.trellis import (
+from golfnb.file.trellis import (
     TRELLIS_CODES,
     next_state,
     trellis_arms,

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb.artifact import Best, Plain, Quick, Rans, Zlib, check_codec, container_header, digit_bits, export_safetensors, has_repetitions, load_artifact, load_model, open_own, pack_bytes, save_artifact, unpack_bytes
-from golfnb.model import init_model, model_from_settings, named_state
-from golfnb.quantize import Packed, dequantize_state, entropy_bits, quantize_state
+from golfnb.file.artifact import Best, Plain, Quick, Rans, Zlib, check_codec, container_header, digit_bits, export_safetensors, has_repetitions, load_artifact, load_model, open_own, pack_bytes, save_artifact, unpack_bytes
+from golfnb.model.golf import init_model, model_from_settings, named_state
+from golfnb.file.quantize import Packed, dequantize_state, entropy_bits, quantize_state
 from golfnb.settings import GolfError
 from golfnb.tools.cli import main_cli
 from golfnb.tools.play import Player
 from golfnb.tools.programs import recipe_program
 from golfnb.tools.report import quantized_counts
-from golfnb.trellis import trellis_encode, trellis_levels
-from golfnb.trellis_file import (COLUMNS, HIGH, LARGEST_INDEX, coarse_steps, column_factors, dequantize_trellis, pack_trellis, trellis_names, trellis_weights, without_parts)
+from golfnb.file.trellis import trellis_encode, trellis_levels
+from golfnb.file.trellis_file import (COLUMNS, HIGH, LARGEST_INDEX, coarse_steps, column_factors, dequantize_trellis, pack_trellis, trellis_names, trellis_weights, without_parts)
 from test_artifact import same
 from tiny import TINY, model_settings, run_quietly, settings_for, tiny_data
 

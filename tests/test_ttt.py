@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from golfnb import ttt
+from golfnb.score import ttt
 from golfnb.settings import GolfError
-from golfnb.evaluate import sliding_loss, windows
-from golfnb.layers import softcap_loss
-from golfnb.model import FreezeBlocks, FreezeControls, named_state
-from golfnb.parallel_muon import Ranks
-from golfnb.ttt import Ledger, adapt_steps, chunk_windows, score_first
+from golfnb.score.evaluate import sliding_loss, windows
+from golfnb.model.layers import softcap_loss
+from golfnb.model.golf import FreezeBlocks, FreezeControls, named_state
+from golfnb.model.engine import Ranks
+from golfnb.score.ttt import Ledger, adapt_steps, chunk_windows, score_first
 from score_workers import CFG, adapt, golf_on, random_state, random_table, stream
 
 ALONE = Ranks()

@@ -16,12 +16,15 @@ from score_workers import DOCS, golf_on, random_state, random_table, texts
 from tiny import TINY, golfnb, one_sentence, settings_for, tiny_data
 from workers import Batches, Clock, machine, settings, trained
 
-from golfnb import evaluate, quantize, train, ttt
+from golfnb.score import evaluate
+from golfnb.file import quantize
+from golfnb.run import train
+from golfnb.score import ttt
 from golfnb.tools import watch
 from golfnb.tools.checkpoint import open_kept
 from golfnb.tools.guard import EmaAdvice
-from golfnb.adapters import score_documents
-from golfnb.parallel_muon import Ranks
+from golfnb.score.adapters import score_documents
+from golfnb.model.engine import Ranks
 from golfnb.recipes import demo
 from golfnb.settings import GolfError
 

@@ -56,8 +56,8 @@ def own_program(name: str) -> ModuleType:
 
 def run_quietly(program: ModuleType, env: dict[str, str], code: bytes = b"") -> dict:
     "One whole run of a program in this process, its log in files alone; the summary."
-    from golfnb.parallel_muon import Ranks
-    from golfnb.run import open_run
+    from golfnb.model.engine import Ranks
+    from golfnb.run.run import open_run
     from golfnb.tools.programs import program_sha256, settings_of
 
     run = open_run(settings_of(program, env), Ranks(), code, quiet=True)
@@ -69,7 +69,7 @@ def model_settings(s, plan: str = "pr399", skip_gate: str = "one") -> dict:
     "What a file would say of the model of these settings."
     from dataclasses import fields
 
-    from golfnb.model import ModelSettings
+    from golfnb.model.golf import ModelSettings
 
     return {spec.name: getattr(s, spec.name) for spec in fields(ModelSettings)} | {"plan": plan, "skip_gate": skip_gate}
 
@@ -78,7 +78,7 @@ def known_names() -> set[str]:
     "Every name that a program of golfnb takes from the environment."
     from dataclasses import fields
 
-    from golfnb.adapters import AdapterSettings
+    from golfnb.score.adapters import AdapterSettings
     from golfnb.settings import IGNORED, NOT_BUILT, PUBLISHED
     from golfnb.tools.programs import every_setting
 

@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 from forked import fork_processes
 
-from golfnb.banks import unbank
+from golfnb.model.banks import unbank
 from golfnb.studies.baselines import plan_model
 from golfnb.studies.buckets import bucket_engine
 from golfnb.studies.variants import AVERAGES, Variant, read_variant
 from golfnb.settings import GolfError
-from golfnb.layout import Matrix, bank_per_shape, group_matrices
-from golfnb.loader import Batch
-from golfnb.model import named_state
-from golfnb.parallel_muon import ClipEach, ClipMean, Engine, NoClip, Ranks, Sgd, start_ranks, stop_ranks
+from golfnb.model.layout import Matrix, bank_per_shape, group_matrices
+from golfnb.text.loader import Batch
+from golfnb.model.golf import named_state
+from golfnb.model.engine import ClipEach, ClipMean, Engine, NoClip, Ranks, Sgd, start_ranks, stop_ranks
 from golfnb.recipes import pr549
 from golfnb.tools.guard import LOST_RANK_WORDS
-from golfnb.grid import GridProjector
-from golfnb.train import Trainer, backward_pass, train, training_loss
+from golfnb.file.grid import GridProjector
+from golfnb.run.train import Trainer, backward_pass, train, training_loss
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}

@@ -9,8 +9,8 @@ __all__ = ['Prepare', 'SCRATCH_BYTES', 'is_dtensor', 'Piece', 'ParamMatrix', 'ma
            'nth_chunk', 'cut_dims', 'overlap', 'parts_within', 'piece_of', 'Transfer', 'Group',
            'find_group', 'ranks_of', 'check_placement', 'HeldPart', 'part_at', 'place_here',
            'part_here', 'counts_here', 'block_in', 'parts_in', 'block_of', 'gradient_of',
-           'gradients_of', 'batch_of', 'runs_of', 'MatrixBucket', 'ReplicatedBucket', 'parts_of',
-           'Pieces', 'check_cuts', 'ShardedBucket', 'make_buckets']
+           'gradients_of', 'batch_of', 'runs_of', 'MatrixBucket', 'ReplicatedBucket', 'check_cuts',
+           'ShardedBucket', 'make_buckets']
 
 # %% ../../nbs/reference/17d_exchange.ipynb #cfd93c19
 import math
@@ -541,11 +541,13 @@ class ReplicatedBucket(MatrixBucket):
             self.read = self.everything
         self.sizes: list[int] = []  # of the pieces of a flat bucket; their shapes, () of padding
         self.shapes: list[tuple[int, ...]] = []
-        for share in self.shares:
-            self.sizes += [m.elements for m in share]
-            self.shapes += [m.shape for m in share]
-            self.sizes.append(self.share_elements - sum(m.elements for m in share))
-            self.shapes.append(())
+        self.padded: list[tuple[int, int]] = []  # ranks whose shares are smaller, and how large
+        for rank, share in enumerate(self.shares):
+            used = sum(m.elements for m in share)
+            self.sizes += [*[m.elements for m in share], self.share_elements - used]
+            self.shapes += [*[m.shape for m in share], ()]
+            if used < self.share_elements:
+                self.padded.append((rank, used))
 
     def begin(self, grads: list[Tensor]):
         "Start averaging the gradients [rows, cols] of the matrices in `read`, each at its owner."
@@ -554,8 +556,8 @@ class ReplicatedBucket(MatrixBucket):
             return
         flat = self.like.new_empty(self.ranks.world, self.share_elements)
         copy_gradients(self.cut(flat), grads)
-        for rest in self.padding(flat):
-            rest.zero_()
+        for rank, used in self.padded:
+            flat[rank, used:].zero_()
         self.transfer = self.ranks.mean_at_owners(flat)
 
     def arrive(self) -> list[Tensor]:
@@ -573,12 +575,6 @@ class ReplicatedBucket(MatrixBucket):
         pieces = flat.view(-1).split_with_sizes(self.sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)
                 if shape]
-
-    def padding(self, flat: Tensor) -> list[Tensor]:
-        "What is of no matrix."
-        pieces = flat.view(-1).split_with_sizes(self.sizes)
-        return [piece for piece, shape in zip(pieces, self.shapes, strict=True)
-                if not shape and len(piece)]
 
     def prepare(self, rule: Prepare):
         "Make of the gradients what is to be orthogonal; nothing travels."
@@ -611,10 +607,6 @@ class ReplicatedBucket(MatrixBucket):
         if self.ranks.world == 1:
             return self.release()
         return self.cut(self.arrived())
-
-    def finish(self) -> list[tuple[ParamMatrix, Piece, Tensor]]:
-        "Every matrix, its piece (all of it), and what became of it."
-        return list(zip(self.everything, self.pieces, self.results(), strict=True))
 
 # %% ../../nbs/reference/17d_exchange.ipynb #ce6c1c1d
 def parts_of(m: ParamMatrix, ranks: Group) -> list[HeldPart]:
@@ -741,10 +733,6 @@ class ShardedBucket(Pieces):
         "What became of the piece that this rank holds of each matrix in `everything`."
         shapes = [m.lies(piece) for m, piece in zip(self.everything, self.pieces, strict=True)]
         return split_pieces(self.arrived(), shapes)
-
-    def finish(self) -> list[tuple[ParamMatrix, Piece, Tensor]]:
-        "Every matrix, the piece of it that this rank holds, and what became of that."
-        return list(zip(self.everything, self.pieces, self.results(), strict=True))
 
 # %% ../../nbs/reference/17d_exchange.ipynb #eef9dd63
 SCRATCH_BYTES = 160 << 20  # of a bucket on a rank, unless one matrix a rank needs more

@@ -149,7 +149,7 @@ class Upload:
         offset = self.content - begins[last.clamp(min=0)]
         inside = (last >= 0) & (offset < sizes[order][last.clamp(min=0)])
         self.at = inside.nonzero().view(-1)
-        self.which, self.offset = order[last[self.at]].tolist(), offset[self.at].tolist()
+        self.which, self.offset = order[last[self.at]], offset[self.at]
 
     def send(self, now: Sequence[int]) -> None:
         """Fills in what has changed of tables and numbers since it was last sent.
@@ -171,9 +171,8 @@ class Upload:
     def send_all(self, known: list[float], now: Sequence[int]) -> None:
         "Sends the whole buffer."
         content = self.content.clone()
-        pairs = zip(self.which, self.offset, strict=True)
-        moved = [now[number] and now[number] + offset for number, offset in pairs]
-        content[self.at] = torch.tensor(moved, dtype=torch.int64)
+        begins = torch.tensor(now, dtype=torch.int64)[self.which]
+        content[self.at] = torch.where(begins == 0, begins, begins + self.offset)
         content[:len(known)] = torch.tensor(known, dtype=torch.float64).view(torch.int64)
         content = content.pin_memory() if self.there.is_cuda else content
         self.there[:len(content)].copy_(content, non_blocking=True)
@@ -332,10 +331,13 @@ def blocks_of(fields: Tensor) -> Tensor:
 
 def kind_tables(fields: Sequence[Sequence[int]], kinds: Sequence[Sequence],
                 blocks: Callable[[Tensor], Tensor], device: torch.device,
-                factors: Sequence[float] | None = None, flat: bool = False) -> list[tuple]:
-    "For each kind of tensors, alike in `kinds` and in whether they are wide: it, a table, blocks."
+                factors: Sequence[float] | None = None, first: int = 1) -> list[tuple]:
+    """For each kind of tensors, alike in `kinds` and in whether they are wide: it, a table, blocks.
+
+    Wide is a tensor whose fields are, from the `first` of those that kernels load by.
+    """
     columns = torch.tensor(fields, dtype=torch.int64)
-    members = by_kind(*kinds, are_wide(columns[2 if flat else 1:]))
+    members = by_kind(*kinds, are_wide(columns[first:]))
     if factors is not None:
         as_bits = torch.tensor([list(factors)], dtype=torch.float64).view(torch.int64)
         columns = torch.cat([columns, as_bits])
@@ -603,7 +605,7 @@ def kernel_update(weights: Sequence[Tensor], grads: Sequence[Tensor], states: Se
              list(map(operator.is_not, masters, weights))]
 
     def tables() -> list[tuple]:
-        return kind_tables(fields, kinds, blocks_of, coef.device, flat=True)
+        return kind_tables(fields, kinds, blocks_of, coef.device, first=2)
 
     numbers = numbers_of(lambda: [group["lr"], group["weight_decay"], *group["betas"],
                                   group["eps"]], coef.device, kept)
@@ -649,10 +651,7 @@ def squares_each(tensors: Sequence[Tensor], kept: Kept | None = None) -> Tensor 
     fields = [addresses(tensors), [t.numel() for t in tensors]]
 
     def tables() -> list[tuple]:
-        columns = torch.tensor(fields, dtype=torch.int64)
-        kinds = by_kind(dtypes, are_wide(columns))
-        parts = [(kind, columns[:, some]) for kind, some in kinds.items()]
-        return [(kind, *make_table(part, parts_of(part), device)) for kind, part in parts]
+        return kind_tables(fields, [dtypes], parts_of, device, first=0)
 
     found = []
     for (dtype, wide), table, programs in kept.look_up([fields, dtypes], tables):

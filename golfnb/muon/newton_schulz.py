@@ -145,8 +145,9 @@ def newton_schulz(G: Tensor, coeffs=NS5_COEFFS, scale: float = 1.0, eps: float =
     zero ones stay zero (PR #399).
 
     A step for each (a, b, c) of `coeffs`, after dividing by `scale` times the norm plus `eps`;
-    `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. Raises
-    GolfError if G is no float matrix.
+    `dtype` of products and result, None: G's; `kernels`: use Triton where it is faster. In fp32 and
+    bf16 the squares of a matrix whose norm is above 1.8e19 are infinite, and it becomes zero.
+    Raises GolfError if G is no float matrix.
     """
     require(G.ndim >= 2 and G.is_floating_point(), "Newton-Schulz needs a float tensor of at least "
             f"two dimensions: found {G.dtype} of shape {tuple(G.shape)}")

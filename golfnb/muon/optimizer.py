@@ -78,8 +78,9 @@ from .recorded import (
     STREAMS,
     Recorder,
     SharedRecorder,
+    lent_direction,
+    multiplies_as_usual,
     on_streams,
-    orthogonalized_in_place,
     share_out,
     spare_elements,
 )
@@ -894,18 +895,18 @@ class ParallelMuon(torch.optim.Optimizer):
     def turned_run(self, bucket: AnyBucket, number: int, stack: Tensor) -> Tensor:
         "Directions of the matrices of a bucket's run of this number."
         run, lent = bucket.runs[number], bucket.notes["lent"][number]
-        group = run[0].group
+        group = live_numbers(run[0].group, stack.device)
         rule = rule_of(group)
-        if lent is not None and type(rule) is MuonRule:
-            return orthogonalized_in_place(stack, lent[1], group)
-        group = live_numbers(group, stack.device)
         slots = [self.slots[m] for m in run]
         names = rule.matrix_state(run[0].rows, run[0].cols, group)
         kept = {name: torch.stack([slot[name] for slot in slots]) for name in names}
         ok = self.finite.expand(len(run), 1, 1)
         if self.ok is self.each_flag:
             ok = torch.stack([self.ok[m.number] for m in run]).view(-1, 1, 1)
-        made = rule.direction(stack, kept, group, ok)
+        if lent is not None and multiplies_as_usual(rule):
+            made = lent_direction(rule, stack, lent[1], kept, group, ok)
+        else:
+            made = rule.direction(stack, kept, group, ok)
         for name, new in kept.items():
             copy_each([slot[name] for slot in slots], new)
         return made

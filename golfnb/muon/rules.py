@@ -204,7 +204,8 @@ def orthogonalized(stack: Tensor, group: ParamGroup) -> Tensor:
 class MuonRule(Rule):
     """Muon: momentum as a sum (see `heavy_ball`), then an orthogonal direction.
 
-    `eps` is added to the norm, where torch.optim.Muon takes the larger of the two.
+    `eps` is added to the norm, where torch.optim.Muon takes the larger of the two. Derive from it
+    for a rule that does more `before` or `after` matrices are made orthogonal.
     """
     matrices = True
     recordable = True
@@ -218,9 +219,17 @@ class MuonRule(Rule):
         "Momentum, with a look ahead if the group says `nesterov`."
         return heavy_ball(grad, state, group, ok)
 
+    def before(self, stack: Tensor, group: ParamGroup) -> Tensor:
+        "What is made orthogonal of a stack [n, r, c]."
+        return stack
+
+    def after(self, made: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Tensor:
+        "The directions, of nearly orthogonal matrices [n, r, c], which may change in place."
+        return made
+
     def direction(self, stack: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Tensor:
         "Each matrix nearly orthogonal."
-        return orthogonalized(stack, group)
+        return self.after(orthogonalized(self.before(stack, group), group), state, group, ok)
 
     def factor(self, rows: int, cols: int, group: ParamGroup) -> float:
         "By shape, as `adjust_lr_fn` says; of a `transposed` weight tell the sides swapped."
@@ -237,18 +246,17 @@ class NorMuonRule(MuonRule):
         "The mean square of each row, or of each column of a `transposed` weight."
         return {"row_moment": (1, cols) if group.get("transposed") else (rows, 1)}
 
-    def direction(self, stack: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Tensor:
-        "Each matrix nearly orthogonal, its rows balanced, its norm kept."
-        orthogonal = orthogonalized(stack, group)
+    def after(self, made: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Tensor:
+        "Rows are balanced, the norm is kept."
         moment = state["row_moment"]
-        made = orthogonal.to(moment.dtype)
         along = -2 if group.get("transposed") else -1
-        square = made.square().mean(along, keepdim=True)
+        length = torch.linalg.vector_norm(made, dim=along, keepdim=True, dtype=moment.dtype)
+        square = length.square() / made.shape[along]
         new = moment * group["beta2"] + square * (1 - group["beta2"])
         replace(moment, new, ok)
-        balanced = made / (new.sqrt() + 1e-8)
-        size, now = (t.norm(dim=(-2, -1), keepdim=True) for t in (made, balanced))
-        return (balanced * (size / now.clamp(min=1e-8))).to(orthogonal.dtype)
+        scale = 1 / (new.sqrt() + 1e-8)
+        size, now = (t.norm(dim=(-2, -1), keepdim=True) for t in (length, length * scale))
+        return made.mul_(scale * (size / now.clamp(min=1e-8)))
 
 # %% ../../nbs/reference/17c_rules.ipynb #105bab87
 class MuonEqRule(MuonRule):
@@ -259,14 +267,14 @@ class MuonEqRule(MuonRule):
     recordable = True
     kernel = "heavy_ball"
 
-    def direction(self, stack: Tensor, state: State, group: ParamGroup, ok: Tensor) -> Tensor:
-        "Each matrix [r, c] nearly orthogonal, after its rows are divided by their lengths."
+    def before(self, stack: Tensor, group: ParamGroup) -> Tensor:
+        "Each row divided by its length."
         rounded = stack.to(product_dtype(stack, group))  # as it may have travelled
         wide = torch.promote_types(rounded.dtype, torch.float32)
         along = -2 if group.get("transposed") else -1
-        lengths = rounded.to(wide).norm(dim=along, keepdim=True)
-        balanced = rounded / lengths.clamp(min=torch.finfo(torch.float32).tiny)
-        return orthogonalized(balanced, group)
+        length = torch.linalg.vector_norm(rounded, dim=along, keepdim=True, dtype=wide)
+        length = length.clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.div(rounded, length, out=torch.empty_like(rounded))
 
 # %% ../../nbs/reference/17c_rules.ipynb #7580e764
 RULES: dict[str, Rule] = {"muon": MuonRule(), "normuon": NorMuonRule(),

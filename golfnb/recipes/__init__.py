@@ -24,8 +24,8 @@ def difference(name: str, base: str) -> str:
 
 def sizes(settings: type, own: Mapping, kind: type | None = None) -> str:
     "The sizes of a recipe's model, a Golf or of a `kind` of its own, and of its training."
-    from ..layout import bank_per_shape
-    from ..model import Golf
+    from ..model.golf import Golf
+    from ..model.layout import bank_per_shape
 
     s = settings(**own)
     model = (kind or Golf)(s, bank_per_shape(s, 1), device="meta")

@@ -11,18 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..artifact import ArtifactSettings, Best, unpack_bytes
-from ..averaging import Ema
-from ..grid import GridProjector
-from ..kernels import fuse
-from ..layout import mlp_in_one_bank
-from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
-from ..model import Golf, ModelSettings, SigmoidSkips, init_model, load_named
+from ..file.artifact import ArtifactSettings, Best, unpack_bytes
+from ..file.grid import GridProjector
+from ..file.quantize import Nearest, dequantize_state, quantize_state
+from ..model.engine import AdamW, ClipMean, Engine, EngineSettings, Muon, Ranks
+from ..model.golf import Golf, ModelSettings, SigmoidSkips, init_model, load_named
+from ..model.kernels import fuse
+from ..model.layout import mlp_in_one_bank
 from ..muon.jit import usable_kernels
 from ..muon.newton_schulz import quintic
-from ..parallel_muon import AdamW, ClipMean, Engine, EngineSettings, Muon, Ranks
-from ..quantize import Nearest, dequantize_state, quantize_state
-from ..run import (
+from ..run.average import Ema
+from ..run.run import (
     Run,
     RunSettings,
     fit_to_budget,
@@ -31,8 +30,9 @@ from ..run import (
     train_and_average,
     weight_dtype,
 )
-from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
-from ..ttt import TttSettings, score_first
+from ..run.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
+from ..score.ttt import TttSettings, score_first
+from ..text.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 
 # %% ../../nbs/recipes/demo.ipynb #a0d00206
 @dataclass

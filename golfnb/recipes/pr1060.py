@@ -11,17 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..artifact import ArtifactSettings, Lzma, unpack_bytes
-from ..averaging import Ema
-from ..evaluate import EvalSettings
-from ..kernels import fuse
-from ..layout import bank_per_shape
-from ..loader import Loader, LoaderSettings, SequentialSampler, grad_accum
-from ..model import Golf, ModelSettings, WeightedSkips, init_model, load_named
-from ..muon.jit import usable_kernels
-from ..muon.newton_schulz import quintic
-from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
-from ..quantize import (
+from ..file.artifact import ArtifactSettings, Lzma, unpack_bytes
+from ..file.quantize import (
     Gptq,
     QuantSettings,
     dequantize_state,
@@ -29,7 +20,14 @@ from ..quantize import (
     quantize_state,
     shared_out,
 )
-from ..run import (
+from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
+from ..model.golf import Golf, ModelSettings, WeightedSkips, init_model, load_named
+from ..model.kernels import fuse
+from ..model.layout import bank_per_shape
+from ..muon.jit import usable_kernels
+from ..muon.newton_schulz import quintic
+from ..run.average import Ema
+from ..run.run import (
     Run,
     RunSettings,
     cap_before_gptq,
@@ -40,7 +38,9 @@ from ..run import (
     train_and_average,
     weight_dtype,
 )
-from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
+from ..run.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
+from ..score.evaluate import EvalSettings
+from ..text.loader import Loader, LoaderSettings, SequentialSampler, grad_accum
 
 # %% ../../nbs/recipes/pr1060.ipynb #a0d06006
 @dataclass

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..artifact import ArtifactSettings, Quick, unpack_bytes
-from ..averaging import Ema
-from ..bank_rule import BankRule
-from ..evaluate import plain_loss
-from ..frontier import (
+from ..file.artifact import ArtifactSettings, Quick, unpack_bytes
+from ..file.quantize import QuantSettings
+from ..file.trellis_file import dequantize_trellis
+from ..model.bank_rule import BankRule
+from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Ranks
+from ..model.frontier import (
     Frontier,
     FrontierSettings,
     StreamForward,
@@ -23,15 +24,13 @@ from ..frontier import (
     in_order_of,
     stream_loss,
 )
-from ..kernels import fuse, softcap_loss_with
-from ..layout import mlp_in_one_bank
-from ..loader import Loader, LoaderSettings, grad_accum
-from ..model import WeightedSkips, init_model, load_named
+from ..model.golf import WeightedSkips, init_model, load_named
+from ..model.kernels import fuse, softcap_loss_with
+from ..model.layout import mlp_in_one_bank
 from ..muon.jit import usable_kernels
 from ..muon.rules import MuonEqRule
-from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Ranks
-from ..quantize import QuantSettings
-from ..run import (
+from ..run.average import Ema
+from ..run.run import (
     Run,
     RunSettings,
     cap_before_gptq,
@@ -43,10 +42,7 @@ from ..run import (
     train_and_average,
     weight_dtype,
 )
-from ..settings import require, setting
-from ..shards import BOS_ID
-from ..spans import SpanSampler
-from ..train import (
+from ..run.train import (
     Extra,
     FlooredSettings,
     Trainer,
@@ -54,8 +50,12 @@ from ..train import (
     micro_batches,
     momentum_schedule,
 )
-from ..trellis_file import dequantize_trellis
-from ..ttt import TttSettings, score_first
+from ..score.evaluate import plain_loss
+from ..score.ttt import TttSettings, score_first
+from ..settings import require, setting
+from ..text.loader import Loader, LoaderSettings, grad_accum
+from ..text.shards import BOS_ID
+from ..text.spans import SpanSampler
 
 # %% ../../nbs/recipes/pr2135.ipynb #7e6b4ab2
 @dataclass

@@ -10,18 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..artifact import ArtifactSettings, Lzma, unpack_bytes
-from ..averaging import Ema
-from ..evaluate import EvalSettings
-from ..kernels import fuse
-from ..layout import bank_per_shape
-from ..loader import Loader, LoaderSettings, SequentialSampler, grad_accum
-from ..model import Golf, ModelSettings, WeightedSkips, init_model, load_named
+from ..file.artifact import ArtifactSettings, Lzma, unpack_bytes
+from ..file.quantize import dequantize_state, quantize_state
+from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
+from ..model.golf import Golf, ModelSettings, WeightedSkips, init_model, load_named
+from ..model.kernels import fuse
+from ..model.layout import bank_per_shape
 from ..muon.jit import usable_kernels
 from ..muon.newton_schulz import quintic
-from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
-from ..quantize import dequantize_state, quantize_state
-from ..run import (
+from ..run.average import Ema
+from ..run.run import (
     Run,
     RunSettings,
     make_backward,
@@ -29,7 +27,9 @@ from ..run import (
     train_and_average,
     weight_dtype,
 )
-from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
+from ..run.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
+from ..score.evaluate import EvalSettings
+from ..text.loader import Loader, LoaderSettings, SequentialSampler, grad_accum
 
 # %% ../../nbs/recipes/pr399.ipynb #a0d39906
 @dataclass

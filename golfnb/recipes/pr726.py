@@ -11,17 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..artifact import ArtifactSettings, Lzma, unpack_bytes
-from ..averaging import Ema
-from ..kernels import fuse
-from ..layout import bank_per_shape
-from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
-from ..model import FreezeBlocks, Golf, ModelSettings, WeightedSkips, init_model, load_named
+from ..file.artifact import ArtifactSettings, Lzma, unpack_bytes
+from ..file.quantize import dequantize_state, quantize_state
+from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
+from ..model.golf import FreezeBlocks, Golf, ModelSettings, WeightedSkips, init_model, load_named
+from ..model.kernels import fuse
+from ..model.layout import bank_per_shape
 from ..muon.jit import usable_kernels
 from ..muon.newton_schulz import quintic
-from ..parallel_muon import AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks
-from ..quantize import dequantize_state, quantize_state
-from ..run import (
+from ..run.average import Ema
+from ..run.run import (
     Run,
     RunSettings,
     make_backward,
@@ -29,8 +28,9 @@ from ..run import (
     train_and_average,
     weight_dtype,
 )
-from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
-from ..ttt import TttSettings, score_first
+from ..run.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
+from ..score.ttt import TttSettings, score_first
+from ..text.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 
 # %% ../../nbs/recipes/pr726.ipynb #a0d72606
 @dataclass

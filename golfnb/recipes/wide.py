@@ -11,19 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..artifact import ArtifactSettings, Quick, unpack_bytes
-from ..averaging import Ema
-from ..bank_rule import BankRule
-from ..grid import GridProjector
-from ..kernels import fuse
-from ..layout import mlp_in_one_bank
-from ..loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
-from ..model import Golf, ModelSettings, SigmoidSkips, init_model, load_named
+from ..file.artifact import ArtifactSettings, Quick, unpack_bytes
+from ..file.grid import GridProjector
+from ..file.quantize import QuantSettings
+from ..file.trellis_file import dequantize_trellis
+from ..model.bank_rule import BankRule
+from ..model.engine import AdamW, ClipMean, Engine, EngineSettings, Ranks
+from ..model.golf import Golf, ModelSettings, SigmoidSkips, init_model, load_named
+from ..model.kernels import fuse
+from ..model.layout import mlp_in_one_bank
 from ..muon.jit import usable_kernels
 from ..muon.rules import NorMuonRule
-from ..parallel_muon import AdamW, ClipMean, Engine, EngineSettings, Ranks
-from ..quantize import QuantSettings
-from ..run import (
+from ..run.average import Ema
+from ..run.run import (
     Run,
     RunSettings,
     cap_before_gptq,
@@ -35,9 +35,9 @@ from ..run import (
     train_and_average,
     weight_dtype,
 )
-from ..train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
-from ..trellis_file import dequantize_trellis
-from ..ttt import TttSettings, score_first
+from ..run.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
+from ..score.ttt import TttSettings, score_first
+from ..text.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
 
 # %% ../../nbs/recipes/wide.ipynb #a0d00906
 @dataclass

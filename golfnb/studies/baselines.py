@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..kernels import fuse
-from ..layout import BankSpec, Layout, LayoutSettings, Matrix, numel, padding_waste, slots_of
-from ..loader import grad_accum
-from ..model import Golf, init_model
+from ..model.kernels import fuse
+from ..model.layout import BankSpec, Layout, LayoutSettings, Matrix, numel, padding_waste, slots_of
+from ..text.loader import grad_accum
+from ..model.golf import Golf, init_model
 from ..muon.jit import usable_kernels
 from ..muon.newton_schulz import newton_schulz_flops
-from ..parallel_muon import (ClipEach, StepScalars, Muon, NoClip, Ranks, CudaGraphed, ShardedBank,
+from ..model.engine import (ClipEach, StepScalars, Muon, NoClip, Ranks, CudaGraphed, ShardedBank,
                                   gather_into, wait_all)
-from ..plan import MachineModel, CommSchedule, finish_us, predict, read_machine_model, update_batches
-from ..run import device_name, weight_dtype
+from ..model.plan import MachineModel, CommSchedule, finish_us, predict, read_machine_model, update_batches
+from ..run.run import device_name, weight_dtype
 from .bench import (BenchJob, Marks, Rig, bench_shards, phase_step, result_path, run_rounds, slowest_rank,
                           step_block, timed_block, wait_for)
 from .buckets import BucketGolf, bucket_engine, bucket_layout, mixed_text, plan_text, read_plan, slot_kinds
 from .variants import Variant, read_variant
-from ..train import compiled, training_loss
+from ..run.train import compiled, training_loss
 
 # torch gives out torch._foreach_copy_ without saying so to type checkers:
 # pyright: reportPrivateImportUsage=false

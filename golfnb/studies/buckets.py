@@ -18,13 +18,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..banks import unbank
-from ..layout import BankSpec, Layout, LayoutSettings, Matrix, bank_per_shape, mlp_in_one_bank, padding_waste, slots_of
-from ..model import BLOCK_MATRICES, BlockWeights, Golf, joined
+from ..model.banks import unbank
+from ..model.layout import BankSpec, Layout, LayoutSettings, Matrix, bank_per_shape, mlp_in_one_bank, padding_waste, slots_of
+from ..model.golf import BLOCK_MATRICES, BlockWeights, Golf, joined
 from ..muon.newton_schulz import quintic
-from ..parallel_muon import (AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks,
+from ..model.engine import (AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks,
                                   ShardedBank)
-from ..plan import CommSchedule, check_comm_schedule, comm_schedule, update_batches
+from ..model.plan import CommSchedule, check_comm_schedule, comm_schedule, update_batches
 from ..settings import GolfError
 
 # %% ../../nbs/studies/33_buckets.ipynb #daa746cb

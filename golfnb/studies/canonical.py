@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layers import softcap
+from ..model.layers import softcap
 
 # %% ../../nbs/studies/41_canonical.ipynb #ca410005
 def merged(text: str, scores: dict[str, float]) -> list[str]:

@@ -6,8 +6,8 @@ result.
 
 # %% auto #0
 __all__ = ['STUDIES', 'STARTS', 'GATES', 'Lab', 'study', 'paired', 'half_width', 'Kind',
-           'start_skips', 'plain_skips', 'score', 'parts_of', 'trained', 'EventLog', 'run_kind',
-           'compare', 'parity', 'keep_parity']
+           'start_skips', 'plain_skips', 'score', 'trained', 'EventLog', 'run_kind', 'compare',
+           'parity', 'keep_parity']
 
 # %% ../../nbs/studies/35_harness.ipynb #70a274c3
 import gc
@@ -31,31 +31,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..artifact import (Best, Lzma, Rans, Zlib, load_artifact, load_model, load_weights,
+from ..file.artifact import (Best, Lzma, Rans, Zlib, load_artifact, load_model, load_weights,
                              open_container, pack_bytes, unpack_bytes)
-from ..averaging import EmaAndSwa, NoAverage
-from .bench import (Rig, changed_settings, interleave, launch_module, read_result, record_result, record_run,
-                          result_path, run_rounds, timed_block, unsaid_values, where_measured)
-from ..bpb import byte_table, load_tokenizer
+from ..run.average import EmaAndSwa, NoAverage
+from .bench import Rig, changed_settings, interleave, launch_module, record_run, result_path, run_rounds, timed_block
+from ..tools.results import read_result, record_result, unsaid_values, where_measured
+from ..text.bpb import byte_table, load_tokenizer
 from ..tools.checkpoint import Keeper
-from ..evaluate import plain_loss
+from ..score.evaluate import plain_loss
 from ..tools.launcher import package_dir
-from ..layers import rotary_tables
-from ..layout import SMALL_MATRIX, mlp_in_one_bank
-from ..loader import grad_accum
-from ..model import Golf, SigmoidSkips, load_named, named_state, quant_kind
-from ..parallel_muon import ClipEach, Engine, Ranks, clip_coef, squared_norm, start_ranks
-from ..quantize import (INT_MAX, Gptq, QuantSettings, calibrate, dequantize_state, pack_std,
+from ..model.layers import rotary_tables
+from ..model.layout import SMALL_MATRIX, mlp_in_one_bank
+from ..text.loader import grad_accum
+from ..model.golf import Golf, SigmoidSkips, load_named, named_state, quant_kind
+from ..model.engine import ClipEach, Engine, Ranks, clip_coef, squared_norm, start_ranks
+from ..file.quantize import (INT_MAX, Gptq, QuantSettings, calibrate, dequantize_state, pack_std,
                              quantize_state, shared_out)
 from ..recipes import golf
-from .. import run as core
-from ..run import device_name, open_run, train_and_average
+from ..run import run as core
+from ..run.run import device_name, open_run, train_and_average
 from ..settings import GolfError, one_spelling
-from ..shards import find_shards, read_header, val_tokens
-from .significance import errors_below, student_tail
+from ..text.shards import find_shards, read_header, val_tokens
+from ..tools.significance import errors_below, student_tail
 from .variants import ProgramSettings, Variant, read_variant
-from ..train import RunLog, Trainer, rehearse, train, undone
-from ..ttt import TttSettings
+from ..run.train import RunLog, Trainer, rehearse, train, undone
+from ..score.ttt import TttSettings
 from ..tools.guard import guarded_rank
 
 # %% ../../nbs/studies/35_harness.ipynb #377b1fee

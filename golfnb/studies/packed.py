@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..loader import Loader, WindowSampler, grad_accum
-from ..run import Run
+from ..text.loader import Loader, WindowSampler, grad_accum
+from ..run.run import Run
 from ..settings import require
-from ..shards import BOS_ID, check_marks
+from ..text.shards import BOS_ID, check_marks
 
 # %% ../../nbs/studies/34b_packed.ipynb #66f486cd
 def index_documents(tokens: np.ndarray, bos: int = BOS_ID) -> tuple[np.ndarray, np.ndarray]:

@@ -21,17 +21,17 @@ from torch import Tensor
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]  # torch gives it out
 from torch.profiler import ProfilerActivity, profile
 
-from ..kernels import (MLP_DOWN_TILES, MLP_UP_TILES, fuse, heads_grad_op, heads_op, mlp_down_grad_op, mlp_up_op,
+from ..model.kernels import (MLP_DOWN_TILES, MLP_UP_TILES, fuse, heads_grad_op, heads_op, mlp_down_grad_op, mlp_up_op,
                             xsa_grad_op, xsa_op)
-from ..layers import FLASH_PACKAGES, attend, flash_problem, rotary_tables
-from ..model import Golf
+from ..model.layers import FLASH_PACKAGES, attend, flash_problem, rotary_tables
+from ..model.golf import Golf
 from ..muon.jit import usable_kernels
-from ..parallel_muon import Ranks, record_graph
+from ..model.engine import Ranks, record_graph
 from ..settings import GolfError
 from .bench import (BenchJob, Rig, bench_shards, interleave, phase_step, run_rounds, step_block,
                           timed_block, wait_for)
 from .variants import ProgramSettings, Variant, read_variant
-from ..train import StepGraph, backward_pass, compiled, training_loss
+from ..run.train import StepGraph, backward_pass, compiled, training_loss
 
 # %% ../../nbs/studies/32_timing.ipynb #83644525
 def floor_ms(moved: float, flops: float, rates: dict[str, float]) -> float:

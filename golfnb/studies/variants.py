@@ -15,23 +15,23 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TypeVar
 
-from ..artifact import ArtifactSettings
-from ..averaging import Ema, EmaAndSwa, NoAverage, Swa
-from ..evaluate import EvalSettings
-from ..grid import GridProjector
-from ..layout import bank_per_shape, mlp_in_one_bank
-from ..loader import Loader, LoaderSettings
-from ..model import ModelSettings, SigmoidSkips, WeightedSkips
+from ..file.artifact import ArtifactSettings
+from ..run.average import Ema, EmaAndSwa, NoAverage, Swa
+from ..score.evaluate import EvalSettings
+from ..file.grid import GridProjector
+from ..model.layout import bank_per_shape, mlp_in_one_bank
+from ..text.loader import Loader, LoaderSettings
+from ..model.golf import ModelSettings, SigmoidSkips, WeightedSkips
 from ..muon.newton_schulz import polar_express, quintic
-from ..parallel_muon import ClipEach, ClipMean, EngineSettings, Ranks
+from ..model.engine import ClipEach, ClipMean, EngineSettings, Ranks
 from ..recipes import golf, pr549
-from ..run import RunSettings
+from ..run.run import RunSettings
 from ..settings import BaseSettings, GolfError, one_spelling, parse_setting, published_words
-from ..shards import BOS_ID
+from ..text.shards import BOS_ID
 from .packed import packed_data
 from ..tools.programs import DEFAULT_RECIPE, find_program, settings_of
-from ..train import RunLog, Trainer, TrainSettings
-from ..ttt import score_first
+from ..run.train import RunLog, Trainer, TrainSettings
+from ..score.ttt import score_first
 
 # %% ../../nbs/studies/29_variants.ipynb #a0d02907
 AVERAGES = {  # settings -> what makes the average of some tensors

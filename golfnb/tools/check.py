@@ -6,8 +6,8 @@ prints the answer.
 
 # %% auto #0
 __all__ = ['OPEN', 'READER', 'MARK', 'Score', 'Task', 'checks_dir', 'hints_of', 'lesson_tasks',
-           'find_task', 'lesson_names', 'verdict', 'raised_at', 'check', 'hint', 'compare',
-           'lab_of', 'read_board', 'keep', 'board_lines', 'shown_task', 'task_cell', 'reader_text',
+           'find_task', 'lesson_names', 'verdict', 'raised_at', 'check', 'hint', 'lab_of',
+           'read_board', 'keep', 'board_lines', 'shown_task', 'task_cell', 'reader_text',
            'run_text', 'without_checks', 'calls_check', 'check_text', 'judge_stdin',
            'check_command']
 
@@ -25,19 +25,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..settings import GolfError
-from ..shards import atomic_write
+from ..text.shards import atomic_write
 from .lab import notebook_dir
 
 # %% ../../nbs/tools/26c_check.ipynb #9446a2e5
 @dataclass(frozen=True)
 class Score:
-    "What a challenge gave: a value (the lower the better), its unit, and the value of the book's own answer."
+    "What a challenge gave: a value (the lower the better), its unit, and what the book's answer and the given cell get."
     value: float
     unit: str
     ours: float
+    given: float
+
+    @property
+    def better(self) -> bool:
+        "Whether something was won: the rounding of another CPU is not enough."
+        return self.value < 0.999 * self.given
 
     def __str__(self) -> str:
-        return f"{self.value:.4g} {self.unit}; the book's answer: {self.ours:.4g}"
+        return f"{self.value:.4g} {self.unit}; the given cell: {self.given:.4g}; the book's answer: {self.ours:.4g}"
 
 
 @dataclass(frozen=True)
@@ -99,14 +105,19 @@ def verdict(task: Task, *found) -> tuple[bool, str, Score | None]:
     "(passed, what to say, score) of a reader's values."
     if all(value is None for value in found):
         return False, OPEN, None
+    missing = [name for name, value in zip(task.takes, found) if value is None]
+    if missing:
+        return False, f"not yet: {', '.join(missing)} must have a value, found None", None
     try:
         score = task.test(*found)
     except AssertionError as e:
         return False, f"not yet: {e or 'a hidden test failed'}", None
     except Exception as e:
         return False, f"not yet: {type(e).__name__}: {e}{raised_at(e)}", None
-    said = "right" if score is None else f"passed with {score}"
-    return True, said, score
+    if score is None:
+        return True, "right", None
+    said = "passed with" if score.better else "not yet better:"
+    return score.better, f"{said} {score}", score
 
 # %% ../../nbs/tools/26c_check.ipynb #e3c31f67
 def raised_at(error: BaseException) -> str:
@@ -228,6 +239,8 @@ def run_text(task: Task, text: str) -> tuple[bool, str, Score | None]:
         exec(compile(without_checks(text), READER, "exec"), space)
     except SyntaxError as e:
         return False, f"not yet: your cell is no Python: {e.msg}, line {e.lineno}", None
+    except NameError as e:
+        return False, f"not yet: {e}{raised_at(e)}; this cell is run alone: what it uses must be imported in it", None
     except Exception as e:
         return False, f"not yet: {type(e).__name__}: {e}{raised_at(e)}", None
     missing = [name for name in task.takes if name not in space]
@@ -270,7 +283,7 @@ MARK = "\n--- verdict "  # what follows it on stdout is no print of the reader's
 def judge_stdin() -> None:
     "The process that judges: text on stdin, verdict on stdout."
     passed, said, score = run_text(find_task(sys.argv[1]), sys.stdin.read())
-    fields = [score.value, score.unit, score.ours] if score else None
+    fields = [score.value, score.unit, score.ours, score.given] if score else None
     print(MARK + json.dumps([passed, said, fields]), flush=True)
 
 # %% ../../nbs/tools/26c_check.ipynb #8b3b408b

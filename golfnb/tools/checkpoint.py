@@ -42,18 +42,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layout import slots_of
+from ..model.layout import slots_of
 from ..settings import YES_NO, GolfError, finite
-from ..shards import atomic_write, read_header, read_span
+from ..text.shards import atomic_write, read_header, read_span
 from .guard import (HASHED_AT_START, EmaAdvice, Watcher, check_tokens_of, end_rank, guarded_rank, interrupted,
                                 manifest_hashes, preflight, survive_full_disks, tokens_sha256, unreadable)
 from .launcher import lacks_memory
 
 if TYPE_CHECKING:  # what comes from a script has classes of its own
-    from golfnb.parallel_muon import Engine, Ranks
-    from golfnb.run import Run
-    from golfnb.grid import GridProjector
-    from golfnb.train import RunLog, Trainer
+    from golfnb.model.engine import Engine, Ranks
+    from golfnb.run.run import Run
+    from golfnb.file.grid import GridProjector
+    from golfnb.run.train import RunLog, Trainer
 
 # torch gives out torch._foreach_copy_ without saying so to type checkers:
 # pyright: reportPrivateImportUsage=false
@@ -751,7 +751,7 @@ def functions_of(program) -> tuple:
     "(read, open): settings from an environment, and a run of them, as a program or its recipe's module has it."
     core = program
     if not hasattr(program, "read_settings"):  # a recipe's module; a script has its own
-        from golfnb import run as core
+        from golfnb.run import run as core
     return partial(core.read_settings, program.Settings, program.OWN), core.open_run
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #f0a0de32

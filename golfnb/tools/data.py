@@ -37,13 +37,13 @@ import sentencepiece as spm
 import torch
 from tqdm import tqdm
 
-from ..bpb import ByteTable, byte_table, document_mark, encode_text, load_tokenizer, target_bytes, tokenizer_hash
+from ..text.bpb import ByteTable, byte_table, document_mark, encode_text, load_tokenizer, target_bytes, tokenizer_hash
 from ..settings import GolfError
-from ..shards import (BOS_ID, ShardWriter, atomic_write, check_marks, find_shards, open_shard, read_header,
+from ..text.shards import (BOS_ID, ShardWriter, atomic_write, check_marks, find_shards, open_shard, read_header,
                            shard_name)
 
 # %% ../../nbs/tools/20_data.ipynb #1f2c0139
-DEMO_MODULES = """
+LIBRARY_MODULES = """
 __future__ _collections_abc _pydecimal _pyio _strptime _weakrefset abc argparse ast asyncio base64 bdb bisect
 bz2 calendar cmd code codecs codeop collections colorsys compileall concurrent configparser contextlib
 contextvars copy copyreg csv ctypes curses dataclasses datetime dbm decimal difflib dis doctest email
@@ -105,7 +105,7 @@ def module_files(name: str, root: Path) -> list[Path]:
     return [path for path in sorted(files, key=Path.as_posix) if not tests & set(path.relative_to(root).parts)]
 
 # %% ../../nbs/tools/20_data.ipynb #9439bde4
-def stdlib_documents(modules: Iterable[str] = tuple(DEMO_MODULES), root: Path | None = None) -> list[str]:
+def stdlib_documents(modules: Iterable[str] = tuple(LIBRARY_MODULES), root: Path | None = None) -> list[str]:
     """The documentation of the library in `root`, this Python's by default: all help topics, then `modules`.
 
     Modules that the library lacks are passed over, as not every Python has all. Raises GolfError if none

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ..artifact import load_artifact
-from ..studies.bench import read_result, record_result, where_measured
+from ..file.artifact import load_artifact
+from .results import read_result, record_result, where_measured
 from .checkpoint import DRILL_CLOCK, file_hashes, read_sealed
 from .launcher import python_module, safe_environment
 from .programs import RECIPES, recipe_program, setting_specs

@@ -16,10 +16,10 @@ from html import escape
 import numpy as np
 import torch
 
-from ..grid import dequantize_rows, quantize_rows, row_clip, row_scale
-from ..layout import Layout, bank_named, group_matrices, slots_of
-from ..plan import Event, MachineModel, comm_schedule, finish_us, predict
-from ..quantize import entropy_bits, gptq_columns, hessian_factor
+from ..file.grid import dequantize_rows, quantize_rows, row_clip, row_scale
+from ..model.layout import Layout, bank_named, group_matrices, slots_of
+from ..model.plan import Event, MachineModel, comm_schedule, finish_us, predict
+from ..file.quantize import entropy_bits, gptq_columns, hessian_factor
 from ..settings import GolfError
 from .lab import notebook_dir
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ..artifact import (
+from ..file.artifact import (
     CODECS,
     Plain,
     check_model,
@@ -25,8 +25,8 @@ from ..artifact import (
     export_safetensors,
     optional,
 )
-from ..kernels import fuse
-from ..model import Golf, load_named, model_from_settings
+from ..model.kernels import fuse
+from ..model.golf import Golf, load_named, model_from_settings
 from ..muon.jit import usable_kernels
 from ..settings import GolfError, reading
 from .report import read_file

@@ -261,7 +261,7 @@ def take_statement(file: SourceFile, n: ast.stmt, lines: list[str]) -> None:
         take_piece(file, n, code_of(lines), where)
 
 # %% ../../nbs/tools/20b_joiner.ipynb #789bdb21
-START = """from golfnb.run import start
+START = """from golfnb.run.run import start
 
 
 if __name__ == "__main__":

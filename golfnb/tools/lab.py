@@ -10,13 +10,14 @@ __all__ = ['notebook_dir', 'copy_notebooks', 'start_lab']
 # %% ../../nbs/tools/26_lab.ipynb #70240361
 import json
 import os
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from ..settings import GolfError
 from .launcher import package_dir
-from ..shards import atomic_write
+from ..text.shards import atomic_write
 
 # %% ../../nbs/tools/26_lab.ipynb #5f3cde37
 def notebook_dir() -> Path:
@@ -29,13 +30,46 @@ def notebook_dir() -> Path:
                     "install golfnb again, or work in a checkout")
 
 # %% ../../nbs/tools/26_lab.ipynb #374eb206
-def folded(text: str) -> str:
-    "A notebook whose cells marked `code-fold` or `hide` open folded in JupyterLab."
+CAPTION = re.compile(r"^#\| fig-cap: (.+)$", re.M)
+SITE_LINK = re.compile(r"\[([^]\n]+)\]\((?:\.\./)+book/[^)\s]+\)")
+
+
+def fold(cell: dict) -> None:
+    "A code cell marked `code-fold` or `hide` opens folded in JupyterLab."
+    text = "".join(cell["source"])
+    if "#| code-fold" in text or "#| hide" in text:
+        cell["metadata"]["jupyter"] = {"source_hidden": True}
+
+
+def forget_outputs(cell: dict) -> None:
+    "A code cell as if it had not been run; a figure that moves is there from the beginning."
+    cell["outputs"] = [out for out in cell["outputs"] if "text/html" in out.get("data", {})]
+    cell["execution_count"] = None
+
+
+def captions_below(cells: list[dict]) -> list[dict]:
+    "The cells, and behind each that draws a picture its caption."
+    found = []
+    for cell in cells:
+        found.append(cell)
+        caption = CAPTION.search("".join(cell["source"])) if cell["cell_type"] == "code" else None
+        if caption:
+            words = "*Figure.* " + caption[1].strip('"')
+            found.append({"cell_type": "markdown", "id": f"{cell['id']}-caption", "metadata": {}, "source": [words]})
+    return found
+
+
+def as_copied(text: str, lesson: bool) -> str:
+    "A book's notebook as the lab has it."
     nb = json.loads(text)
+    nb["cells"] = captions_below(nb["cells"])
     for cell in nb["cells"]:
-        text = "".join(cell["source"])
-        if cell["cell_type"] == "code" and ("#| code-fold" in text or "#| hide" in text):
-            cell["metadata"]["jupyter"] = {"source_hidden": True}
+        if cell["cell_type"] == "markdown":
+            cell["source"] = [SITE_LINK.sub(r"\1", line) for line in cell["source"]]
+        if cell["cell_type"] == "code":
+            fold(cell)
+        if cell["cell_type"] == "code" and lesson:
+            forget_outputs(cell)
     return json.dumps(nb, indent=1, ensure_ascii=False) + "\n"
 
 # %% ../../nbs/tools/26_lab.ipynb #2705e997
@@ -54,7 +88,7 @@ def copy_notebooks(folder: Path, source: Path | None = None) -> tuple[int, int]:
     for path in missing:
         text = (source / path).read_text(encoding="utf-8")
         if path.suffix == ".ipynb":
-            text = folded(text)
+            text = as_copied(text, lesson=path.parts[0] == "lessons")
         atomic_write(folder / path, text)
     notebooks = [p for p in paths if p.suffix == ".ipynb"]
     copied = [p for p in missing if p.suffix == ".ipynb"]
@@ -82,4 +116,5 @@ def start_lab(folder: Path, port: int | None = None, browser: bool = True) -> No
         options.append("--no-browser")
     if port:
         options += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     os.execv(sys.executable, [sys.executable, "-P", *options])

@@ -22,17 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..adapters import AdapterSettings, adapted_step, score_documents
-from ..bpb import byte_table, document_mark, encode_text
+from ..score.adapters import AdapterSettings, adapted_step, score_documents
+from ..text.bpb import byte_table, document_mark, encode_text
 from .launcher import package_dir
-from ..layers import softcap
-from ..model import Golf, named_state
-from ..parallel_muon import Ranks
+from ..model.layers import softcap
+from ..model.golf import Golf, named_state
+from ..model.engine import Ranks
 from .report import find_artifact, open_model, open_own, read_file, run_data
-from ..run import count_tokens
+from ..run.run import count_tokens
 from .sampling import row_start, stream_tokens
 from ..settings import GolfError
-from ..shards import find_shards, read_header, read_span
+from ..text.shards import find_shards, read_header, read_span
 from .watch import PageHandler, Refusal, page_server, run_server
 
 # %% ../../nbs/tools/25b_play.ipynb #5f3cde37

@@ -8,16 +8,20 @@ of your own.
 __all__ = ['PROGRAMS', 'RECIPES', 'DEFAULT_RECIPE', 'LOADED', 'TAKEN', 'OWN_START', 'check_recipe',
            'recipe_program', 'file_program', 'own_fault', 'check_program', 'check_no_script',
            'copy_name', 'check_files_beside', 'find_program', 'settings_of', 'program_path',
-           'setting_specs', 'every_setting', 'setting_groups', 'program_source', 'copied_program',
-           'program_sha256', 'script_text', 'save_script']
+           'setting_specs', 'every_setting', 'setting_groups', 'named_program', 'adapter_names',
+           'known_settings', 'read_words', 'setting_text', 'own_file', 'own_words',
+           'program_source', 'copied_program', 'program_sha256', 'script_text', 'save_script',
+           'write_script']
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2002
+import difflib
 import hashlib
 import os
 import re
+import shlex
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields, is_dataclass
 from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -26,8 +30,16 @@ from pathlib import Path
 from types import ModuleType
 
 import golfnb
-from golfnb.settings import BaseSettings, GolfError, read_settings
-from golfnb.shards import atomic_write
+from ..settings import (
+    IGNORED,
+    KEEPING,
+    NOT_BUILT,
+    BaseSettings,
+    GolfError,
+    published_words,
+    read_settings,
+)
+from golfnb.text.shards import atomic_write
 from golfnb.tools.joiner import START, OwnFile, join_program, own_files, pack_program, program_module
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2005
@@ -243,6 +255,76 @@ def setting_groups(program: ModuleType) -> dict[type, list[Field]]:
             groups[group] = found
     return groups
 
+# %% ../../nbs/tools/20c_programs.ipynb #e56921e8
+def named_program(words: list[str], recipe: str | None = None) -> tuple:
+    "A program that --recipe, a file among the words, or RECIPE names, and the other words. Raises GolfError."
+    names = [word for word in words if "=" not in word]
+    if recipe:
+        names.append(recipe)
+    if len(names) > 1:
+        raise GolfError(f"one program is expected, found {', '.join(names)}; name one, and write "
+                        "settings NAME=VALUE, like ITERATIONS=500")
+    settings = [word for word in words if "=" in word]
+    if not names:
+        given = dict(word.split("=", 1) for word in settings)
+        names.append(({"RECIPE": DEFAULT_RECIPE} | os.environ | given)["RECIPE"])
+    return find_program(names[0]), settings
+
+# %% ../../nbs/tools/20c_programs.ipynb #d69e0efa
+def adapter_names() -> list[str]:
+    "The settings of chapter 13b, which no recipe has."
+    from golfnb.score.adapters import AdapterSettings  # which imports torch
+
+    return [spec.name.upper() for spec in fields(AdapterSettings)]
+
+
+def known_settings(programs: Iterable[ModuleType]) -> set[str]:
+    "Every name that these programs take from a command line."
+    found = {"RECIPE", *KEEPING, *NOT_BUILT, *IGNORED}
+    for program in programs:
+        found |= {name.upper() for name in setting_specs(program)}
+        found |= set(published_words(program.Settings))
+    return found
+
+# %% ../../nbs/tools/20c_programs.ipynb #6433f068
+def read_words(words: list[str], *programs: ModuleType, more: Iterable[str] = ()) -> dict[str, str]:
+    """NAME=VALUE words as a dict, for these programs, or for any recipe's; `more` names are known too.
+
+    Raises GolfError for a word without '=' and for a name that is no setting.
+    """
+    known = known_settings(programs or [recipe_program(name) for name in RECIPES]) | set(more)
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise GolfError(f"settings are written NAME=VALUE, found {word!r}; write it like ITERATIONS=500")
+        if name.upper() not in known:
+            near = difflib.get_close_matches(name.upper(), sorted(known), 1)
+            advice = f"did you mean {near[0]}?" if near else "`golfnb train --help` lists them all"
+            of = f"recipe {programs[0].OWN['recipe']}" if programs else "golfnb"
+            raise GolfError(f"{name} is not a setting of {of}; {advice}")
+        found[name.upper()] = value
+    return found
+
+# %% ../../nbs/tools/20c_programs.ipynb #5eb30a46
+def setting_text(value) -> str:
+    "A setting as one writes it on a command line."
+    if isinstance(value, bool):
+        return str(int(value))
+    return str(value)
+
+
+def own_file(program: ModuleType) -> str | None:
+    "The file of a program of one's own, as it is named from here; None for a recipe of golfnb."
+    if program.OWN["recipe"] in RECIPES:
+        return None
+    return os.path.relpath(program_path(program))
+
+
+def own_words(file: str | None) -> str:
+    "What a command on a run needs more where its program is one's own."
+    return f" --program {shlex.quote(file)}" if file else ""
+
 # %% ../../nbs/tools/20c_programs.ipynb #a0de200d
 def program_source(recipe: str) -> str:
     "The text of a recipe's program, as its page has it. Raises GolfError."
@@ -263,7 +345,7 @@ def copied_program(recipe: str, name: str) -> str:
     return program_source(recipe).replace(f'recipe="{recipe}"', f'recipe="{name}"', 1)
 
 # %% ../../nbs/tools/20c_programs.ipynb #a0de2021
-OWN_START = """from golfnb.run import start
+OWN_START = """from golfnb.run.run import start
 
 PROGRAM_SHA256 = "{sha256}"
 
@@ -307,3 +389,10 @@ def save_script(path: Path, program: ModuleType, pack: bool = False) -> tuple[in
     except OSError as e:
         raise GolfError(f"script: cannot write {path}: {e.strerror}; choose another place") from e
     return len(readable.encode()), len(packed.encode())
+
+# %% ../../nbs/tools/20c_programs.ipynb #6be387ef
+def write_script(path: Path, program: ModuleType, pack: bool) -> str:
+    "Make the script of a program; returns a phrase on the bytes of its two forms, to be printed."
+    readable, packed = save_script(path, program, pack)
+    counts = "packed" if pack else "readable"
+    return f"{readable:,} bytes readable, {packed:,} bytes packed; the {counts} one counts"

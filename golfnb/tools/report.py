@@ -12,8 +12,8 @@ __all__ = ['PROMPT_TOKENS', 'SAMPLE_TOKENS', 'SAMPLE_HEAT', 'CHART_SCRIPT', 'MOS
            'find_tokenizer', 'open_model', 'program_of', 'decoded', 'run_config', 'run_settings',
            'tokenizer_of', 'open_own', 'whole_lines', 'prompt_of', 'sampled_text', 'Chart', 'curve',
            'series', 'running_mean', 'loss_chart', 'ttt_chart', 'weight_chart', 'run_rows',
-           'run_table', 'Table', 'html_table', 'note', 'command', 'script_json', 'paired',
-           'golfnb_command', 'audit_command', 'Page', 'page_of', 'page_html', 'write_report']
+           'run_table', 'Table', 'html_table', 'golfnb_command', 'audit_command', 'Page', 'page_of',
+           'page_html', 'write_report']
 
 # %% ../../nbs/tools/24_report.ipynb #fa2d841b
 import hashlib
@@ -35,19 +35,19 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from ..artifact import (ARTIFACT_CAP, CODECS, check_model, check_tokenizer, container_header, load_model, naming,
+from ..file.artifact import (ARTIFACT_CAP, CODECS, check_model, check_tokenizer, container_header, load_model, naming,
                              part_names, read_container, read_meta)
-from ..studies.bench import settings_diff
-from ..bpb import document_mark, load_tokenizer, tokenizer_hash
-from ..model import load_named, take_order
-from ..parallel_muon import Ranks
+from .results import settings_diff
+from ..text.bpb import document_mark, load_tokenizer, tokenizer_hash
+from ..model.golf import load_named, take_order
+from ..model.engine import Ranks
 from .launcher import lacks_memory
 from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, program_sha256,
                                    recipe_program, settings_of)
 from .sampling import generate
 from ..settings import GolfError, printable, read_json, reading, settings_from
-from ..shards import atomic_write, find_shards, matching_shards, read_header, read_span
-from ..trellis_file import dequantize_trellis, forms_of, trellis_indices, trellis_names, without_parts
+from ..text.shards import atomic_write, find_shards, matching_shards, read_header, read_span
+from ..file.trellis_file import dequantize_trellis, forms_of, trellis_indices, trellis_names, without_parts
 
 # %% ../../nbs/tools/24_report.ipynb #e56fec04
 def read_file(path: Path) -> dict:

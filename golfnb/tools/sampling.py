@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layers import attend, rms_norm, softcap
-from ..model import Block, Golf, make_block
+from ..model.layers import attend, rms_norm, softcap
+from ..model.golf import Block, Golf, make_block
 from ..settings import GolfError
 
 # %% ../../nbs/tools/25_sampling.ipynb #5f3cde37

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from ..artifact import ARTIFACT_CAP
-from ..studies.bench import PUBLISHED_TARGETS, settings_diff
+from ..file.artifact import ARTIFACT_CAP
+from .results import PUBLISHED_TARGETS, settings_diff
 from .report import other_file, read_file
 from ..settings import GolfError, printable, reading
-from ..studies.significance import LEVEL, below_target
+from .significance import LEVEL, below_target
 
 # %% ../../nbs/tools/28_submission.ipynb #07faf6d2
 MARGIN_NATS = 0.005  # by which a record beats the target: nats a token

@@ -1,4 +1,4 @@
-// A row of weights on its grid, and two correlated inputs: what golfnb/grid.py and golfnb/quantize.py compute, and its pictures.
+// A row of weights on its grid, and two correlated inputs: what golfnb/file/grid.py and golfnb/file/quantize.py compute, and its pictures.
 import {html, legend, slider, start, svg, ticks} from "./parts.js";
 
 // the numbers: names are those of the library

@@ -1,7 +1,7 @@
-// The schedule of one optimizer step: what `golfnb.plan.predict` computes, and its picture.
+// The schedule of one optimizer step: what `golfnb.model.plan.predict` computes, and its picture.
 import {choice, html, legend, slider, start, svg, ticks} from "./parts.js";
 
-// the model: names and order of operations are those of golfnb/plan.py
+// the model: names and order of operations are those of golfnb/model/plan.py
 
 const elements = (bank, world) => Math.ceil(bank.matrices.length / world) * world * bank.shape[0] * bank.shape[1];
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from golfnb.artifact import Best, pack_bytes, unpack_bytes
+from golfnb.file.artifact import Best, pack_bytes, unpack_bytes
 from golfnb.muon.newton_schulz import quintic
-from golfnb.quantize import dequantize_state, pack_rows
+from golfnb.file.quantize import dequantize_state, pack_rows
 
 STEPS, ROWS, T = 200, 16, 128  # a step reads ROWS windows of T tokens
 VOCAB, D, LAYERS, HEADS = 1024, 128, 2, 4

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from golfnb.artifact import Best, pack_bytes, unpack_bytes
-from golfnb.evaluate import windows
+from golfnb.file.artifact import Best, pack_bytes, unpack_bytes
+from golfnb.score.evaluate import windows
 from golfnb.muon.newton_schulz import quintic
-from golfnb.quantize import dequantize_state, pack_rows
+from golfnb.file.quantize import dequantize_state, pack_rows
 
 STRIDE = 64  # what a window scores: its last tokens
 ADAPT_WINDOWS, ADAPT_RATE = 16, 0.05  # windows scored between two steps, and the share of the learning rates

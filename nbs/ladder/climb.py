@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from golfnb.settings import GolfError
-from golfnb.studies.bench import read_result, record_result
+from golfnb.tools.results import read_result, record_result
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"
@@ -97,8 +97,9 @@ def main() -> None:
     wins = first_win(record.samples)
     kinds = record.facts["wins with"].setdefault(wins.stem, {})
     for kind in INSTRUCTIONS:
-        kinds[kind] = [run(wins, seed, ATEN_CPU_CAPABILITY=kind)["bits per byte"] for seed in SEEDS]
-        record.write()
+        if kind not in kinds:
+            kinds[kind] = [run(wins, seed, ATEN_CPU_CAPABILITY=kind)["bits per byte"] for seed in SEEDS]
+            record.write()
 
 
 if __name__ == "__main__":

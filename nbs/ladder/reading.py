@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from golfnb.studies.bench import record_result
+from golfnb.tools.results import record_result
 
 HERE = Path(__file__).resolve().parent
 RUNG = "06_schedule"

@@ -42,7 +42,7 @@ SCORES = (
 PROGRAM = """import sys
 sys.path.insert(0, {folder!r})
 from {module} import OWN, Settings, main
-from golfnb.run import start
+from golfnb.run.run import start
 if __name__ == "__main__":
     start(__file__, main, Settings, OWN)
 """

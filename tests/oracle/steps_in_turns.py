@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from golfnb.studies.bench import record_result
+from golfnb.tools.results import record_result
 
 BLOCK = 3  # steps
 LEAD = 3  # steps of the training before the first block

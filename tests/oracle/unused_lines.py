@@ -38,7 +38,7 @@ for folder in (ROOT, ROOT / "tests"):
 import torch
 from tiny import clean_env, tiny_data
 
-from golfnb.shards import write_shard
+from golfnb.text.shards import write_shard
 
 Ran = dict[str, set[int]]  # name of a function -> lines of the script that ran in it
 

@@ -5,24 +5,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from golfnb.adapters import AdapterSettings, adapter_rules, score_documents
-from golfnb.artifact import ArtifactSettings, Best, unpack_bytes
-from golfnb.averaging import Ema
-from golfnb.grid import GridProjector
-from golfnb.kernels import fuse
-from golfnb.layout import mlp_in_one_bank
-from golfnb.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
-from golfnb.model import Golf, ModelSettings, SigmoidSkips, init_model, load_named
+from golfnb.score.adapters import AdapterSettings, adapter_rules, score_documents
+from golfnb.file.artifact import ArtifactSettings, Best, unpack_bytes
+from golfnb.run.average import Ema
+from golfnb.file.grid import GridProjector
+from golfnb.model.kernels import fuse
+from golfnb.model.layout import mlp_in_one_bank
+from golfnb.text.loader import CoprimeSampler, Loader, LoaderSettings, grad_accum
+from golfnb.model.golf import Golf, ModelSettings, SigmoidSkips, init_model, load_named
 from golfnb.muon.jit import usable_kernels
 from golfnb.muon.newton_schulz import quintic
-from golfnb.parallel_muon import AdamW, ClipMean, Engine, EngineSettings, Muon, Ranks
-from golfnb.quantize import (Gptq, QuantSettings, dequantize_state, int6_matrices, quantize_state,
+from golfnb.model.engine import AdamW, ClipMean, Engine, EngineSettings, Muon, Ranks
+from golfnb.file.quantize import (Gptq, QuantSettings, dequantize_state, int6_matrices, quantize_state,
                              shared_out)
-from golfnb.run import (Run, RunSettings, cap_before_gptq, fit_to_budget, hessians_in_time,
+from golfnb.run.run import (Run, RunSettings, cap_before_gptq, fit_to_budget, hessians_in_time,
                         make_backward, make_forward, reserve_rules, train_and_average,
                         weight_dtype)
-from golfnb.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
-from golfnb.ttt import TttSettings
+from golfnb.run.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
+from golfnb.score.ttt import TttSettings
 
 
 @dataclass

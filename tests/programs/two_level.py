@@ -5,21 +5,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from golfnb.artifact import ArtifactSettings, Lzma, unpack_bytes
-from golfnb.averaging import Ema
-from golfnb.kernels import fuse
-from golfnb.layout import bank_per_shape
-from golfnb.loader import Loader, LoaderSettings, SequentialSampler, grad_accum
-from golfnb.model import Golf, ModelSettings, WeightedSkips, init_model, load_named
+from golfnb.file.artifact import ArtifactSettings, Lzma, unpack_bytes
+from golfnb.run.average import Ema
+from golfnb.model.kernels import fuse
+from golfnb.model.layout import bank_per_shape
+from golfnb.text.loader import Loader, LoaderSettings, SequentialSampler, grad_accum
+from golfnb.model.golf import Golf, ModelSettings, WeightedSkips, init_model, load_named
 from golfnb.muon.jit import usable_kernels
 from golfnb.muon.newton_schulz import quintic
-from golfnb.parallel_muon import (AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks,
+from golfnb.model.engine import (AdamW, ClipEach, Engine, EngineSettings, Muon, Ranks,
                                   inside_node)
-from golfnb.quantize import dequantize_state, quantize_state
-from golfnb.run import (Run, RunSettings, make_backward, make_forward, train_and_average,
+from golfnb.file.quantize import dequantize_state, quantize_state
+from golfnb.run.run import (Run, RunSettings, make_backward, make_forward, train_and_average,
                         weight_dtype)
-from golfnb.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
-from golfnb.ttt import TttSettings, score_first
+from golfnb.run.train import Trainer, TrainSettings, lr_schedule, micro_batches, momentum_schedule
+from golfnb.score.ttt import TttSettings, score_first
 
 
 @dataclass

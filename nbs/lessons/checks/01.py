@@ -51,7 +51,7 @@ def file(million_bytes):
     """
     1. The score says how many bits each byte of the text costs.
     2. Bits of the whole text first; a byte of the file holds eight of them.
-    3. Multiply the bytes of the text by the score and divide by eight.
+    3. All bits of the text first; then ask how many bytes of a file hold them.
     """
     want = 151 * 1.06 / 8
     assert abs(million_bytes / want - 1) < 0.01, f"{million_bytes} million bytes is not it"
@@ -61,7 +61,7 @@ def count(train):
     """
     1. One context is too short or seen too seldom: use several lengths together.
     2. Let the counts of a long context be mixed with what the next shorter one says, the more so the fewer counts there are.
-    3. p = (count + w * shorter) / (total + w), from no bytes before up to five or six, with w the number of different bytes seen.
+    3. Begin with no bytes before and go up to five or six: each length adds its own counts to what the shorter one says, which weighs as much as so many different bytes were seen.
     """
     predict = train(_text("train", LEARNED))
     judged = _text("validation", JUDGED)
@@ -72,4 +72,4 @@ def count(train):
         assert (p >= 0).all() and abs(p.sum() - 1) < 1e-6, f"probabilities must not be negative and sum to 1, found a sum of {p.sum():.6f}"
         assert p[judged[i]] > 0, f"the byte {judged[i]} was given no probability, which costs infinitely many bits"
         bits -= math.log2(p[judged[i]])
-    return Score(bits / (len(judged) - 1), "bits per byte", 2.507)
+    return Score(bits / (len(judged) - 1), "bits per byte", 2.507, 4.425)

@@ -47,8 +47,8 @@ def bug(forward):
 def gated(padding_apart, padding_together):
     """
     1. How many slots does a bank of 12 matrices need so that 8 ranks hold equally many?
-    2. Apart there are three such banks; together there is one bank of 36 matrices.
-    3. Round 12 and 36 up to multiples of 8, and take away what is real.
+    2. How many banks are there when the kinds lie apart, and how many matrices has each? And when they lie together?
+    3. Round the matrices of each bank up to what the ranks can share equally, and take away what is real.
     """
     assert padding_apart == 12, f"apart it is not {padding_apart} slots"
     assert padding_together == 4, f"together it is not {padding_together} slots"
@@ -58,7 +58,7 @@ def traffic(indexed_mb, unbound_mb):
     """
     1. How many bytes has the bank, padding included, with two bytes a number?
     2. The lesson counts how many tensors of that size backward makes in either way.
-    3. Indexing makes twice as many as there are matrices in use, less one; unbinding makes one.
+    3. Multiply the bytes of one by both counts; padding is in the bytes, and not in the count.
     """
     bank = 24 * 512 * 512 * 2 / 1e6
     assert abs(indexed_mb / (43 * bank) - 1) < 0.02, f"indexed it is not {indexed_mb} MB"
@@ -87,4 +87,4 @@ def banks(group):
         assert times == Counter(list(matrices)), "each matrix must lie in one bank, once"
         held = sum(_elements([matrices[name] for name in bank], 8) for bank in found if bank)
         total += held / sum(r * c for r, c in matrices.values()) - 1
-    return Score(100 * total / 10, "% padding", 9.159)
+    return Score(100 * total / 10, "% padding", 9.159, 20.6)

@@ -36,8 +36,8 @@ def bug(adapt):
 def work(share):
     """
     1. Count forwards for one token: how many windows see it, and how often is it learnt from?
-    2. 2,048 over 64 windows see it. Learning costs three forwards each time.
-    3. Three times three over thirty-two.
+    2. As many windows see it as strides fit into one. How many forwards are a forward and its backward?
+    3. Count both in forwards of one token, and divide learning by scoring.
     """
     assert abs(share - 9 / 32) < 0.005, f"a share of {share} is not it"
 
@@ -45,8 +45,8 @@ def work(share):
 def clock(seconds):
     """
     1. Seconds on four GPUs first.
-    2. Sixty-two times the seconds of a million.
-    3. Eight GPUs need half of what four need.
+    2. How many millions has the text?
+    3. Then compare the numbers of GPUs: all is shared out evenly.
     """
     assert abs(seconds / (62 * 2.28 / 2) - 1) < 0.02, f"{seconds} s is not it"
 
@@ -55,7 +55,7 @@ def learn(start):
     """
     1. Count what has come in this text, and look at the counts after the last byte.
     2. Mix counts and table: where little has been counted, the table must say most.
-    3. p = (count + w * prior) / (total + w); the prior may itself be a mix of the table and of how often each byte has come at all.
+    3. Add to the counts after the last byte what a prior says, with the weight of a few bytes; the prior may itself be a mix of the table and of how often each byte has come at all.
     """
     paths = {split: sorted((files("golfnb") / "prose" / split).iterdir(), key=lambda path: path.name) for split in ("train", "validation")}
     known = np.frombuffer("\n".join(path.read_text(encoding="utf-8") for path in paths["train"][:10]).encode(), np.uint8).astype(np.int64)
@@ -69,4 +69,4 @@ def learn(start):
         assert p[byte] > 0, f"the byte {byte} was given no probability, which costs infinitely many bits"
         bits -= math.log2(p[byte])
         told(last, byte)
-    return Score(bits / (len(text) - 1), "bits per byte", 3.667)
+    return Score(bits / (len(text) - 1), "bits per byte", 3.667, 10.48)

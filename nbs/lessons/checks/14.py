@@ -27,8 +27,8 @@ def bug(train):
 def steps(billion_tokens):
     """
     1. How many steps fit into the time?
-    2. Six hundred seconds over 83.4 thousandths of one.
-    3. Times the tokens of a step, over a billion.
+    2. Bring both to the same unit of time before you divide.
+    3. Each step reads equally many tokens; say the result in billions.
     """
     want = 600 / 0.0834 * 786_432 / 1e9
     assert abs(billion_tokens / want - 1) < 0.01, f"{billion_tokens} billion is not it"
@@ -38,7 +38,7 @@ def margin(bits_per_byte):
     """
     1. Lesson 1 turned nats a token into bits per byte.
     2. Nats become bits by a division by the logarithm of two.
-    3. And a token's bits are spread over 2.44 bytes.
+    3. A token's bits are then spread over its bytes.
     """
     want = 0.005 / math.log(2) / 2.44
     assert abs(bits_per_byte / want - 1) < 0.02, f"{bits_per_byte} is not it"
@@ -58,4 +58,4 @@ def keep(plan):
         assert parts and min(parts) > 0 and abs(sum(parts) - 600) < 1e-6, "the segments must be longer than nothing and sum to 600 s"
         seconds = [part + write for part in parts[:-1]] + parts[-1:]
         total += sum((mean + restart) * math.expm1(s / mean) for s in seconds)
-    return Score(total / 20, "s", 757.6)
+    return Score(total / 20, "s", 757.6, 793.3)

@@ -1,0 +1,1 @@
+"A run: the training loop, averages of weights, and what programs share."
