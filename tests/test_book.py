@@ -50,7 +50,7 @@ def test_the_sidebar_names_every_chapter_and_marks_the_page(site):
         return re.findall(r'<li class="[^"]*current active[^"]*">\s*<a class="[^"]*" href="([^"]*)', sidebar)
 
     assert marked("index") == marked("03_layers") == marked("map") == ["#"] and marked("search") == []
-    assert marked("api/index") == ["#"] and marked("api/layers") == ["index.html", "#"]
+    assert marked("api/index") == ["#"] and marked("api/model.layers") == ["index.html", "#"]
 
 
 class Shown(HTMLParser):
@@ -82,7 +82,7 @@ def test_the_sidebar_shows_at_most_sixty_entries_when_one_arrives(site):
 
 
 def test_the_sections_of_a_page_stand_under_its_name_in_the_sidebar(site):
-    for page, section in (("lesson01_score", "#why-per-byte"), ("index", "#the-game"), ("api/layers", "#functions")):
+    for page, section in (("lesson01_score", "#why-per-byte"), ("index", "#the-game"), ("api/model.layers", "#functions")):
         (contents,) = re.findall(r'<div class="golf-contents">(.*?)</div>', text(site, page), re.S)
         assert f'href="{section}"' in contents, page
 

@@ -130,3 +130,40 @@ def test_a_chapter_makes_a_module_of_its_folder(path):
     name = path.stem.split("_", 1)[1]
     homes = [m for m in CORE if m.split(".")[-1] == name] if path.parent.name in ("story", "reference") else [f"{path.parent.name}.{name}"]
     assert found == ([] if "_study_" in path.stem else homes)
+
+
+ORDER = (("muon",), ("settings",), ("text",), ("model",), ("run.average", "run.train"), ("file",), ("score",), ("run.run",), ("recipes",),
+         ("tools",), ("studies",), ("tools.cli", "tools.commands", "__main__", "__init__"))  # from below; the command line and the front door over all
+
+
+def height(module: str) -> int:
+    "How high a module lies in ORDER: where its longest name stands."
+    found = [(len(name), at) for at, names in enumerate(ORDER) for name in names if f"{module}.".startswith(f"{name}.")]
+    return max(found)[1]
+
+
+def all_imports(text: str, module: str) -> set[str]:
+    "Modules of ours that a module's text names: in imports wherever they stand, for editors too, and in calls of `import_module`."
+    found = set()
+    for n in ast.walk(ast.parse(text)):
+        if isinstance(n, ast.ImportFrom) and (n.level or (n.module or "").startswith("golfnb.")):
+            origin = imported(n, module)
+            inside = {f"{origin}.{a.name}".lstrip(".") for a in n.names if file_of(f"{origin}.{a.name}".lstrip(".")).is_file()}
+            found |= inside or {origin}
+        elif isinstance(n, ast.Import):
+            found |= {a.name.removeprefix("golfnb.") for a in n.names if a.name.startswith("golfnb.")}
+        elif isinstance(n, ast.Call) and ast.unparse(n.func).endswith("import_module") and n.args and isinstance(n.args[0], ast.Constant):
+            found |= {n.args[0].value.removeprefix("golfnb.")} if n.args[0].value.startswith("golfnb.") else set()
+    return found - {""}  # of the package itself its version and its folder are taken, no module
+
+
+def test_no_import_runs_up():
+    paths = [p.relative_to(ROOT / "golfnb").with_suffix("") for p in (ROOT / "golfnb").rglob("*.py") if p.stem not in ("_modidx", "train_gpt")]
+    texts = {".".join(p.parts): (ROOT / "golfnb" / p.with_suffix(".py")).read_text(encoding="utf-8") for p in paths}
+    assert not {(m, i) for m, text in texts.items() for i in all_imports(text, m) if height(i) > height(m)}
+
+
+def test_an_import_that_runs_up_would_be_found():
+    for text in ("from ..studies.bench import spread", "def f():\n    from ..studies import bench", "import golfnb.studies.bench", "import_module('golfnb.studies.bench')"):
+        assert [height(i) > height("tools.report") for i in all_imports(text, "tools.report")] == [True], text
+    assert height("run.train") < height("file.quantize") < height("score.ttt") < height("run.run") < height("recipes.golf")
