@@ -54,7 +54,7 @@ LOOK = r"""() => {
   for (const l of innerWidth < 1280 ? [] : document.querySelectorAll('div.cell_input .golf-line'))
     if (l.textContent.length <= 111 && box(l).height > 1.5 * parseFloat(getComputedStyle(l).lineHeight)) said.push(`a line of ${l.textContent.length - 1} characters folds`);
   if (innerWidth >= 1280 && /\/lesson\d\d_\w+\.html$/.test(location.pathname)) {
-    const high = document.documentElement.scrollHeight, code = [...document.querySelectorAll('article div.cell_input')].reduce((sum, e) => sum + box(e).height, 0);
+    const high = document.documentElement.scrollHeight, code = [...document.querySelectorAll('article div.cell_input')].filter(e => !e.closest('details:not([open])')).reduce((sum, e) => sum + box(e).height, 0);
     if (high > 10000) said.push(`a lesson is ${high} pixels high, at most 10000 are wanted`);
     if (code > high / 2) said.push(`of a lesson's ${high} pixels ${Math.round(code)} are code, at most half are wanted`);
   }
