@@ -95,6 +95,10 @@ def as_page(stem: str) -> nbformat.NotebookNode:
             guessed = GUESSED if re.search(r"^compare\(", source, re.M) else {}
             tags += ["hide-output"] * bool(guessed)
             image = {"image": {"alt": marks.get("fig-alt") or marks.get("fig-cap") or unnamed}}
+            for out in cell.outputs:
+                if "text/markdown" in out.get("data", {}):
+                    links = site_links(out.data["text/markdown"])  # no reader of notebooks turns these into pages
+                    out.data["text/markdown"] = re.sub(r"\]\((\w+)\.ipynb", r"](\1.html", links)
             cell.source, cell.metadata = source, {"tags": tags, "mystnb": guessed | image | ({"figure": {"caption": marks["fig-cap"]}} if "fig-cap" in marks else {})}
         if cell.cell_type != "raw":
             cells.append(cell)
@@ -184,7 +188,7 @@ def map_rooms() -> str:
 
 
 FAILED = re.compile(r"^## What (did not work|was rejected)")
-NO_DATE = "no date"  # add what `beginning` says of the line to book/pages/negative.json
+NO_DATE = "not dated yet"  # add what `beginning` says of the line to book/pages/negative.json
 INPUT = re.compile(r"GolfError|[Bb]ad input|one sentence|:$|is refused|is raised|CPU run time")
 
 

@@ -3050,6 +3050,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                     'golfnb.tools.judge.stretches': ('tools/judge.html#stretches', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.take_call': ('tools/judge.html#take_call', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.take_chunks': ('tools/judge.html#take_chunks', 'golfnb/tools/judge.py'),
+                                    'golfnb.tools.judge.told': ('tools/judge.html#told', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.veiled': ('tools/judge.html#veiled', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.watch_process': ('tools/judge.html#watch_process', 'golfnb/tools/judge.py'),
                                     'golfnb.tools.judge.way_to_adapt': ('tools/judge.html#way_to_adapt', 'golfnb/tools/judge.py'),

@@ -1,4 +1,4 @@
-"""A check for the middle of a change, about two minutes: a small run, and what differs from `main`.
+"""A check for the middle of a change, at most three minutes of an idle machine: a small run, and what differs from `main`.
 
     python tests/quick.py
 
@@ -6,10 +6,12 @@ What differs is read from git: commits since the branch left main, changes that 
 and new files. Of it are checked:
 
     step.py         notebooks, modules, script and README are in step
-    notebooks.py    the changed notebooks run top to bottom; of those that use a changed module,
-                    whose outputs may be stale too, as many as take NOTEBOOK_SECONDS in all
-    pytest          the test files that changed, that import a changed module or one that imports
-                    a changed module, and, if a notebook changed, that read notebooks
+    notebooks.py    the changed notebooks run top to bottom, as many as take CHANGED_SECONDS in all;
+                    of those that use a changed module, whose outputs may be stale too, as many as
+                    take NOTEBOOK_SECONDS
+    pytest          the test files that changed, that are named after a changed module, that import
+                    one, that import what imports one, and, if a notebook changed, that read
+                    notebooks: in this order, until LAST_START seconds after the beginning
 
 Slow test files run only if they changed themselves; BROAD ones, which check the whole rather than
 a chapter, also if the module changed that they are named after. What was not run is named at the
@@ -17,6 +19,7 @@ end; `make test` is the whole.
 """
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -26,11 +29,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from conftest import LONG, ROOT
+from conftest import LEFT_OUT, LONG, ROOT, UNTIL
 from tiny import TINY, run_quietly, tiny_data
 
 FOLDERS_ON_PATH = ("tests", "book")  # their files are imported by their bare names
-NOTEBOOK_SECONDS = 90  # of a processor, for notebooks that did not change themselves
+CHANGED_SECONDS = 150  # of a processor, for notebooks that changed
+NOTEBOOK_SECONDS = 60  # and for those that did not change themselves
+LAST_START = 150  # seconds after which no test begins: the last ones may take half a minute
 UNSTATED_SECONDS = 60  # of a page that does not say how long it takes
 BROAD = ("test_demo", "test_fuzz", "test_joiner", "test_lab", "test_overwrite", "test_submission", "test_watch")
 
@@ -76,7 +81,7 @@ def exported_module(notebook: Path) -> set[str]:
 
 def stated_seconds(notebook: Path) -> int:
     "Seconds of a processor that a notebook says it takes."
-    found = re.search(r"CPU run time of this chapter: about (\d+) s", notebook.read_text(encoding="utf-8"))
+    found = re.search(r"CPU run time of this (?:chapter|lesson): about (\d+) s", notebook.read_text(encoding="utf-8"))
     return int(found[1]) if found else UNSTATED_SECONDS
 
 
@@ -158,6 +163,8 @@ def within_seconds(root: Path, notebooks: list[Path], seconds: int) -> list[Path
 def select(root: Path, changed: list[Path], slow: tuple[str, ...], broad: tuple[str, ...] = ()) -> Selection:
     "What checks the `changed` files; `slow` and `broad` are stems of test files."
     notebooks = [path for path in changed if path.suffix == ".ipynb" and (root / path).exists()]
+    quickest = sorted(notebooks, key=lambda path: stated_seconds(root / path))
+    checked = within_seconds(root, quickest, CHANGED_SECONDS)
     modules = {module_name(path) for path in changed if path.suffix == ".py"}
     for notebook in notebooks:
         modules |= exported_module(root / notebook)
@@ -169,7 +176,7 @@ def select(root: Path, changed: list[Path], slow: tuple[str, ...], broad: tuple[
     importers = {module_name(path) for path in package if imported(root, path) & modules}
     named_after = {f"test_{module.split('.')[-1]}" for module in modules}
     put_off = {*slow, *set(broad) - named_after}
-    tests, left_out = [], [path for path in using if path not in taken]
+    tests, left_out = [], [path for path in quickest + using if path not in checked + taken]
     for path in sorted((root / "tests").glob("test_*.py")):
         path = path.relative_to(root)
         if path in changed:
@@ -177,7 +184,13 @@ def select(root: Path, changed: list[Path], slow: tuple[str, ...], broad: tuple[
         elif imported(root, path) & (modules | importers):
             chosen = left_out if path.stem in put_off else tests
             chosen.append(path)
-    return Selection(notebooks + taken, tests, left_out)
+
+    def how_far(path: Path) -> int:
+        "0: changed, 1: named after a changed module, 2: imports one, 3: imports what imports one."
+        far = (path in changed, path.stem in named_after, bool(imported(root, path) & modules), True)
+        return far.index(True)
+
+    return Selection(checked + taken, sorted(tests, key=how_far), left_out)
 
 
 def smoke_run() -> None:
@@ -197,7 +210,7 @@ def checks(chosen: Selection) -> list[list[str]]:
     if chosen.notebooks:
         commands.append(["tests/notebooks.py", "check", *map(str, chosen.notebooks)])
     if chosen.tests:
-        pytest = ["-m", "pytest", "-x", "-q", "-n", "2", "--dist", "loadfile"]
+        pytest = ["-m", "pytest", "-x", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
         commands.append([*pytest, *map(str, chosen.tests)])
     return commands
 
@@ -219,12 +232,16 @@ def main() -> int:
           f"{len(chosen.tests)} test files to run", flush=True)
     smoke_run()
     commands = checks(chosen) if changed else []
+    left = Path(tempfile.mkdtemp(), "left_out")
+    env = {**os.environ, UNTIL: str(time.time() + LAST_START - (time.perf_counter() - start)), LEFT_OUT: str(left)}
     for command in commands:
         print(f"python {' '.join(command)}", flush=True)
-        status = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
+        status = subprocess.run([sys.executable, *command], cwd=ROOT, env=env).returncode
         if status:
             print(f"quick: this failed: python {' '.join(command)}", file=sys.stderr)
             return status
+    if left.is_file():  # tests that had no time to begin
+        chosen.left_out += [Path(name) for name in sorted({*left.read_text().splitlines()})]
     print(closing_line(chosen, time.perf_counter() - start))
     return 0
 

@@ -21,7 +21,7 @@ import torch
 from golfnb.run import run
 from golfnb.settings import GolfError
 from golfnb.tools import guard
-guard.full_gpu_sentence = lambda ranks: f"rank {ranks.rank} is full"
+guard.full_gpu_sentence = lambda ranks: f"rank {ranks.rank} is full" if ranks else "no rank began"
 
 class OurError(run.GolfError):
     status = 5
@@ -118,6 +118,7 @@ def test_a_folder_without_room_is_refused_and_none_is_made(tmp_path, monkeypatch
 def test_a_gpu_too_small_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 * 2**30))
     assert "rank 3" in guard.full_gpu_sentence(Ranks(3, 8)) and "24 GiB" in guard.full_gpu_sentence(Ranks(3, 8))
+    assert "nvidia-smi" in guard.full_gpu_sentence(None)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")

@@ -756,6 +756,13 @@ def test_the_command_judges_in_a_process_of_its_own(root, monkeypatch, capsys):
     assert found["legal"] and found["compared"] and found["artifact_sha256"] == sha256((run / "artifact.golf").read_bytes()).hexdigest()
 
 
+def test_a_long_pass_says_how_far_it_is(monkeypatch):
+    clock, said = iter(range(0, 400, 4)), []
+    monkeypatch.setattr(judge.time, "monotonic", lambda: next(clock))
+    assert list(judge.told(list(range(10)), "plain rows", said.append)) == list(range(10))
+    assert said == ["progress: plain rows 20%, 48 s left", "progress: plain rows 50%, 24 s left", "progress: plain rows 80%, 9 s left"]
+
+
 def test_what_is_judged_runs_with_the_golfnb_of_the_judge(tmp_path):
     "Also where that is not the one that Python would find."
     shutil.copytree(Path(judge.__file__).parent.parent, tmp_path / "golfnb", ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,8 +1,13 @@
 """The quick check reads from git and from imports what a change touches."""
 import json
+import os
+import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
+import conftest
 import pytest
 from notebooks import stale_sentence
 from quick import BROAD, changed_paths, closing_line, select
@@ -48,7 +53,7 @@ def chosen(tree: Path, *changed: str | Path, slow=(), broad=()) -> tuple[list[st
 
 @pytest.mark.parametrize("changed, tests", [
     ("golfnb/run/average.py", ["test_average", "test_train"]),
-    ("golfnb/run/train.py", ["test_cli", "test_play", "test_train"]),
+    ("golfnb/run/train.py", ["test_train", "test_cli", "test_play"]),
     ("golfnb/tools/cli.py", ["test_cli"]),
     ("golfnb/settings.py", ["test_average"]),
     ("golfnb/removed.py", []),
@@ -101,13 +106,13 @@ def test_an_excerpt_shows_where_outputs_differ():
 
 def test_slow_files_are_left_out_unless_they_changed(tree):
     slow = ("test_cli", "test_book")
-    assert chosen(tree, "golfnb/run/train.py", slow=slow) == (["test_play", "test_train"], ["test_cli"])
+    assert chosen(tree, "golfnb/run/train.py", slow=slow) == (["test_train", "test_play"], ["test_cli"])
     tests, left_out = chosen(tree, "golfnb/run/train.py", "tests/test_cli.py", slow=slow)
-    assert (tests, left_out) == (["test_cli", "test_play", "test_train"], [])
+    assert (tests, left_out) == (["test_cli", "test_train", "test_play"], [])
 
 
 def test_a_broad_file_runs_for_itself_and_for_the_module_it_is_named_after(tree):
-    assert chosen(tree, "golfnb/run/train.py", broad=["test_play"]) == (["test_cli", "test_train"], ["test_play"])
+    assert chosen(tree, "golfnb/run/train.py", broad=["test_play"]) == (["test_train", "test_cli"], ["test_play"])
     for changed in ("golfnb/tools/play.py", "tests/test_play.py"):
         assert chosen(tree, changed, broad=["test_play"]) == (["test_play"], [])
     assert all((Path(__file__).parent / f"{stem}.py").is_file() for stem in BROAD)
@@ -139,3 +144,21 @@ def test_what_differs_is_what_was_committed_changed_deleted_or_added_since_main(
     git("branch", "-m", "main", "trunk")
     with pytest.raises(SystemExit, match="`main`"):
         changed_paths(tree)
+
+
+def test_a_changed_notebook_that_takes_long_is_left_out_and_named(tree):
+    quick_one, long = page(tree, "a.ipynb", "import numpy", 100), page(tree, "b.ipynb", "import numpy", 140)
+    found = select(tree, [long, quick_one], ())
+    assert found.notebooks == [quick_one] and found.left_out == [long]
+
+
+def test_a_test_that_would_begin_too_late_is_left_out_and_named(tmp_path):
+    "In a folder with our conftest, after the time."
+    (tmp_path / "tests").mkdir()
+    shutil.copy(conftest.__file__, tmp_path / "tests")
+    shutil.copy(Path(conftest.__file__).parent.parent / "pytest.ini", tmp_path)
+    (tmp_path / "tests" / "test_x.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
+    left = tmp_path / "left_out"
+    env = {**os.environ, conftest.UNTIL: str(time.time() - 1), conftest.LEFT_OUT: str(left)}
+    said = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_x.py"], cwd=tmp_path, env=env, capture_output=True, text=True).stdout
+    assert "2 skipped" in said and {*left.read_text().split()} == {"tests/test_x.py"}, said

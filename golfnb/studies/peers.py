@@ -303,10 +303,12 @@ def travel(blocks: nn.Module) -> Callable:
     grads = next(blocks.parameters()).new_zeros(share * world)
     mine, made = grads.new_zeros(share), grads.bfloat16()
     some = made[:share].clone()
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def there_and_back():
-        dist.reduce_scatter_tensor(mine, grads)
-        dist.all_gather_into_tensor(made, some)
+        scatter(mine, grads)
+        gather(made, some)
 
     return there_and_back
 

@@ -364,8 +364,11 @@ def lacks_gpu_memory(error: BaseException | None) -> bool:
     return False
 
 
-def full_gpu_sentence(ranks: "Ranks") -> str:
-    "Which GPU has no room for the run."
+def full_gpu_sentence(ranks: "Ranks | None") -> str:
+    "Which GPU has no room for the run; without ranks, none of them could begin."
+    if ranks is None:
+        return ("a GPU must have room for this process, found none: end what else runs on it (nvidia-smi names it), "
+                "or choose another with CUDA_VISIBLE_DEVICES")
     room = torch.cuda.get_device_properties(ranks.device).total_memory / 2**30
     return (f"rank {ranks.rank} needs more memory than its GPU has, {room:.0f} GiB: use more ranks, or lower "
             "TRAIN_BATCH_TOKENS or the sizes of the model")
@@ -382,7 +385,7 @@ def unreadable(error: OSError) -> str:
 # %% ../../nbs/tools/21b_guard.ipynb #bf6845d1
 def end_known(error: BaseException, ranks: "Ranks | None") -> None:
     "End the rank with a sentence for what a machine does to a run; returns for other errors."
-    if ranks is not None and lacks_gpu_memory(error):
+    if lacks_gpu_memory(error):
         end_rank(full_gpu_sentence(ranks), 2)
     if isinstance(error, OSError) and error.errno in CLOSED:
         end_rank(unreadable(error), 2)

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -436,11 +437,24 @@ def scoring_batches(stream: Stream, row: int, stride: int, rows: int, seed: int)
     return [batches[i] for i in torch.randperm(len(batches), generator=draws).tolist()]
 
 # %% ../../nbs/tools/28b_judge.ipynb #88f2fd1b
-def window_nats(pipe: Connection, stream: Stream, row: int, stride: int, rows: int, seed: int) -> Tensor:
-    "Every target's nats [N], by windows of `row` tokens in a drawn order, `rows` at a time."
+def told(batches: list, what: str, say: Callable[[str], object]) -> Iterator:
+    "The batches, with a word every ten seconds of how far they are."
+    begun = said = time.monotonic()
+    for done, batch in enumerate(batches):
+        now = time.monotonic()
+        if now - said > 10:
+            said = now
+            left = (now - begun) / done * (len(batches) - done)
+            say(f"progress: {what} {done / len(batches):.0%}, {left:.0f} s left")
+        yield batch
+
+
+def window_nats(pipe: Connection, stream: Stream, row: int, stride: int, rows: int, seed: int,
+                what: str = "windows", say: Callable[[str], object] = print) -> Tensor:
+    "Every target's nats [N], by windows of `row` tokens in a drawn order, `rows` at a time; `say` hears how far it is."
     n = len(stream)
     found = torch.full((n,), math.nan, dtype=torch.float64)
-    for batch in scoring_batches(stream, row, stride, rows, seed):
+    for batch in told(scoring_batches(stream, row, stride, rows, seed), what, say):
         ids = stream.rows(batch.starts, row)
         logits = forward_of(pipe, ids, batch.last_n, stream.vocab)[:batch.scored]
         places = batch.starts[:batch.scored, None] + torch.arange(ids.shape[1] - batch.last_n, ids.shape[1])
@@ -1392,7 +1406,7 @@ def scored(case: Case, pipe: Connection, say: Callable) -> Iterator[dict]:
     s = case.s
     plan = {"plain rows": (s.train_seq_len, s.train_seq_len), "sliding window": (s.eval_seq_len, s.eval_stride)}
     for scorer, (row, stride) in plan.items():
-        nats = window_nats(pipe, case.stream, row, stride, s.rows, case.seed)
+        nats = window_nats(pipe, case.stream, row, stride, s.rows, case.seed, scorer, say)
         case.nats[scorer] = nats
         missing = int(nats.isnan().sum())
         yield held(scorer, "full distribution", "every target has a probability, of a distribution that the judge "

@@ -1,7 +1,7 @@
 """ParallelMuon under Lightning, accelerate and the Trainer of transformers, on 1 and 2 CPU ranks.
 
-    python tests/ecosystem.py          makes an environment beside .venv, for these two packages, and runs every case
-    python tests/ecosystem.py CASE     one case in this process, or in this rank of torchrun
+    python tests/by_hand/ecosystem.py          makes an environment beside .venv, for these two packages, and runs every case
+    python tests/by_hand/ecosystem.py CASE     one case in this process, or in this rank of torchrun
 
 Every case trains a small model in float64 on the same batches and must end at the weights of a plain loop, to 1e-10. Not part of
 `make test`: it downloads.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from golfnb import ParallelMuon, param_groups  # noqa: E402

@@ -1,6 +1,6 @@
 """Where the bits should go: averaged weights quantized in many ways, at equal bytes of the file.
 
-    python tests/bits_study.py RUN "DATA/*_train_*.bin" DATA/..._val_000000.bin OUT.json [WAY ...]
+    python tests/by_hand/bits_study.py RUN "DATA/*_train_*.bin" DATA/..._val_000000.bin OUT.json [WAY ...]
 
 RUN is the folder of a finished run of `golf`, for instance of `golfnb train --recipe golf` with
 ITERATIONS=1500 WARMDOWN_ITERS=600 MAX_WALLCLOCK_SECONDS=0 TRAIN_BATCH_TOKENS=196608. Prints a

@@ -1,6 +1,6 @@
 """The figures of study 41: the validation loss of finished runs, each with and without the canonical mask.
 
-    python tests/canonical_study.py RUN [RUN ...] --val SHARD --tokenizer MODEL
+    python tests/by_hand/canonical_study.py RUN [RUN ...] --val SHARD --tokenizer MODEL
 
 Writes nbs/results/study_canonical_cpu.json; the runs differ in their seeds alone.
 """
