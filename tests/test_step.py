@@ -42,6 +42,23 @@ def test_every_way_of_being_out_of_step_is_found_and_mended(tmp_path):
     assert step.generated(tmp_path).items() >= want.items() and not (tmp_path / "golfnb" / "ghost.py").exists() and "Three commands" in (tmp_path / "README.md").read_text()
 
 
+def test_a_new_recipe_is_its_notebook_and_one_line(tmp_path):
+    "Two files by hand, its page and its row in the index; all else that names it is made of them."
+    for name in ("nbs", "golfnb"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    for name in ("settings.ini", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    text = (tmp_path / "nbs" / "recipes" / "golf.ipynb").read_text()
+    (tmp_path / "nbs" / "recipes" / "another.ipynb").write_text(text.replace("default_exp recipes.golf", "default_exp recipes.another"))
+    index = tmp_path / "nbs" / "index.ipynb"
+    row = '    "| [golf](recipes/golf.ipynb)'
+    index.write_text(index.read_text().replace(row, '    "| [another](recipes/another.ipynb) | run it |\\n",\n' + row, 1))
+    want, have = step.compare(tmp_path)
+    made = {"golfnb/recipes/another.py", "golfnb/_modidx.py", "README.md"}
+    helps = {"golfnb/tools/helps/recipes.txt", "golfnb/tools/helps/train.txt"}
+    assert made <= set(want) <= made | helps and "recipes/another.ipynb" in want["README.md"]
+
+
 def test_the_readme_shows_no_directives():
     text = (ROOT / "README.md").read_text()
     assert "#|" not in text and "```python" in text and "nbs/reference/00_settings.ipynb" in text

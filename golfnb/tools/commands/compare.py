@@ -16,7 +16,7 @@ from golfnb.tools.cli import arg, command
          arg("runs", nargs="+", metavar="RUN", help="run directories, or results of record_run"),
          arg("--target", type=float, metavar="X", help="test each group's mean against it: is it below?"))
 def compare_command(args) -> int:
-    from golfnb.studies.significance import compare_runs
+    from golfnb.tools.significance import compare_runs
     from golfnb.tools.guard import check_output
     from golfnb.tools.report import write_report
 
