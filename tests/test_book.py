@@ -111,7 +111,7 @@ def test_a_definition_is_an_anchor_and_leads_to_the_api(site):
 
 def used(source: str, exported: bool = False) -> set[str]:
     "name@line of the links in a cell, a definition with a bang; `exported` puts the cell into the chapter of `layers`."
-    layers = names.modules()["layers"]
+    layers = names.modules()["model.layers"]
     uses = links.Uses({n: names.chapter_page(n, layers) for n in layers.names}, layers, exported).visit(ast.parse(source))
     return {f"{name}@{line}" + "!" * bool(anchor) for (line, _), (name, _, anchor) in uses.found.items()}
 
