@@ -195,11 +195,22 @@ def test_each_term_is_defined_once_and_linked_once_a_chapter(site):
     assert len({t for found in used.values() for t in found}) > 0.9 * len(terms), "terms nobody uses"
 
 
-def test_negative_results_are_gathered_and_bad_input_stays_in_the_chapters():
-    page = sources.negative_results()
-    assert "(07b_engine.ipynb)" in page and "GolfError" not in page and not re.search(r"^\* (?!\S)", page, re.M)
-    undated = [sources.beginning(line.split(": ", 1)[1]) for line in page.splitlines() if line.startswith(f"* {sources.NO_DATE}")]
-    assert len(undated) < page.count("\n* ") / 10, f"book/pages/negative.json needs the day of {undated}"
+def test_what_did_not_work_is_one_page_with_day_cost_and_verdict(tmp_path):
+    sources.write(tmp_path / "source")
+    titles = {path.stem: path.read_text(encoding="utf-8") for path in (tmp_path / "source").glob("*.*")}
+    assert [stem for stem, text in titles.items() if re.search(r"(?<!#)# [^\n\\]*did not work", text)] == ["tried"]
+    assert sources.tables_of_contents().split().count("tried") == 1
+    cells = nbformat.read(tmp_path / "source" / "tried.ipynb", as_version=4).cells
+    page = "\n".join(c.source for c in cells)
+    assert "(07b_engine.ipynb)" in page and "GolfError" not in page and sources.GATHERED not in page
+    lines, known = [line for _, group in sources.parts() for stem in group for line in sources.failures(stem)], sources.verdicts()
+    new = [sources.beginning(line) for line in lines if sources.beginning(line) not in known]
+    assert not new, f"book/pages/tried.json needs day, cost and verdict of {new}"
+    assert not known.keys() - {*map(sources.beginning, lines)}, "book/pages/tried.json has lines that no chapter has"
+    assert len(lines) > 100 and all(f"{known[sources.beginning(line)][2]}*. {line}" in page for line in lines)
+    assert all(re.fullmatch(r"20\d\d-\d\d-\d\d", day) and cost and verdict for day, cost, verdict in known.values())
+    measured = [row.split(" | ") for c in cells for out in c.get("outputs", ()) for row in out.get("data", {}).get("text/markdown", "").splitlines()[2:]]
+    assert len(measured) > 20 and all(len(row) == 5 and re.match(r"\| 20\d\d-\d\d-\d\d$", row[0]) and all(row) for row in measured)
 
 
 def test_a_picture_has_its_caption_under_it_and_its_code_folded(tmp_path, monkeypatch):
@@ -235,7 +246,7 @@ def test_letters_in_a_picture_have_eleven_pixels_on_a_phone():
     style = dict(line.split(": ", 1) for line in (sources.NBS / "golfnb.mplstyle").read_text().splitlines() if not line.startswith("#"))
     usual = min(float(style[key]) for key in ("font.size", "xtick.labelsize", "ytick.labelsize", "axes.titlesize", "legend.fontsize"))
     found = 0
-    for stem in (stem for stem in sources.stems() if stem.startswith("lesson") or stem in ("start", "ladder")):
+    for stem in sources.stems():
         for cell in sources.notebook(stem).cells:
             smallest = min([usual, *map(float, re.findall(r"\b(?:font|label)size=([\d.]+)", cell.source))])
             for picture in (out.data["image/png"] for out in cell.get("outputs", ()) if "image/png" in out.get("data", {})):
@@ -243,7 +254,7 @@ def test_letters_in_a_picture_have_eleven_pixels_on_a_phone():
                 on_phone = smallest * 100 / 72 * min(1, 390 / width)  # 100 dots an inch; a phone of 390 pixels shows all of it
                 assert on_phone >= 11, f"{stem}: letters of {on_phone:.1f} pixels; does the picture use nbs/golfnb.mplstyle?"
                 found += 1
-    assert found > 20
+    assert found > 100
 
 
 def test_what_chapter_15_quotes_stands_in_the_first_program():

@@ -69,11 +69,14 @@ def test_a_process_that_is_spawned_finds_the_files(pack, tmp_path):
     assert done.stdout == "3\n", done.stderr
 
 
-WORKS = """def data(run: Run) -> Loader:
-    "Batches, once workers have had their turn."
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(doubled, (3,)) == 6
-    assert [len(rows) for rows in DataLoader(Rows(4), 2, num_workers=1, multiprocessing_context="spawn")] == [2, 2]
+WORKS = """def doubled(rows):
+    return [2 * row for row in rows]
+
+
+def data(run: Run) -> Loader:
+    "Batches, once a worker has had its turn: with a class of the second file, and a function of the first."
+    rows = DataLoader(Rows(4), 2, collate_fn=doubled, num_workers=1, multiprocessing_context="spawn")
+    assert list(rows) == [[0, 2], [4, 6]]
 """
 PARTS = """class Rows:
     def __init__(self, n):
@@ -89,8 +92,8 @@ PARTS = """class Rows:
 
 def test_workers_that_a_run_spawns_find_the_files(tmp_path):
     "By the command, and by the judge's, which asks the program for its rows."
-    text = copied_program("demo", "mine").replace("def data(run: Run) -> Loader:\n", "def doubled(n):\n    return 2 * n\n\n\n" + WORKS, 1)
-    put(tmp_path, {"mine.py": text.replace("from functools import partial\n", "import multiprocessing\nfrom functools import partial\nfrom torch.utils.data import DataLoader\nfrom parts import Rows\n", 1), "parts.py": PARTS})
+    text = copied_program("demo", "mine").replace("def data(run: Run) -> Loader:\n", WORKS, 1)
+    put(tmp_path, {"mine.py": text.replace("from functools import partial\n", "from functools import partial\nfrom torch.utils.data import DataLoader\nfrom parts import Rows\n", 1), "parts.py": PARTS})
     words = [f"{k}={v}" for k, v in (TINY | tiny_data(tmp_path) | {"RUN_ID": "a", "ITERATIONS": "2", "WARMDOWN_ITERS": "1", "TTT_ENABLED": "0"}).items() if k != "RECIPE"]
     done = golfnb("train", "mine.py", "--nproc", 1, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

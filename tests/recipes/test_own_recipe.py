@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from forked import fork_judged
-from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun
+from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun, without_torchrun
 
 from golfnb.tools.programs import RECIPES
 
@@ -84,7 +84,7 @@ def place(tmp_path_factory):
     assert done.returncode == 0 and "train mine.py" in done.stdout, done.stderr
     (root / "mine.py").write_text(edited((root / "mine.py").read_text()))
     (root / "acts.py").write_text(ACTS)
-    done = golfnb("train", "mine.py", "--nproc", 1, *WORDS, *data, "RUN_ID=a", "RISE=2", "GAIN=0.5", cwd=root)
+    done = without_torchrun("train", "mine.py", "--nproc", 1, *WORDS, *data, "RUN_ID=a", "RISE=2", "GAIN=0.5", cwd=root)
     assert done.returncode == 0 and "play runs/a --program mine.py" in done.stdout and "no report" not in done.stdout, done.stdout[-600:] + done.stderr
     return root, data
 
@@ -124,7 +124,7 @@ def test_its_file_is_scored_sampled_and_packed_again_with_its_program(place):
     done = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", cwd=root)
     found = [float(x) for x in re.findall(r"_exact val_loss:\S+ val_bpb:(\S+)", done.stdout)]
     assert done.returncode == 0 and found == pytest.approx([summary(root / "runs/a")[f"{name}_bpb"] for name in ("sliding", "ttt")], abs=1e-5), done.stderr
-    two = golfnb("score", "runs/a", "--program", "mine.py", "--ttt", "--nproc", 2, cwd=root)
+    two = without_torchrun("score", "runs/a", "--program", "mine.py", "--ttt", "--nproc", 2, cwd=root)
     assert two.returncode == 0 and [float(x) for x in re.findall(r"_exact val_loss:\S+ val_bpb:(\S+)", two.stdout)] == pytest.approx(found, abs=1e-5), two.stderr
     assert " GAIN=0.5" in done.stdout and " GAIN=0.5" in two.stdout
     with patch("golfnb.tools.judge.start_process", fork_judged):
@@ -218,7 +218,7 @@ def test_a_run_goes_on_with_the_program_it_began_with(place):
     done = golfnb("train", "--resume", "runs/b", cwd=root)
     refused(done, "must be the script that the run began with")
     script.write_text(whole)
-    done = golfnb("train", "mine.py", "--resume", "runs/b", cwd=root)
+    done = without_torchrun("train", "mine.py", "--resume", "runs/b", cwd=root)
     assert done.returncode == 0 and summary(root / "runs/b")["steps"] == 30, done.stderr
     assert "\nresumed:" in (root / "runs/b/train.log").read_text()
 

@@ -17,7 +17,7 @@ from golfnb.model.engine import Ranks
 from golfnb.tools.checkpoint import DRILL_CLOCK, Keeper, open_kept
 from golfnb.tools.report import read_file
 from golfnb.tools.drill import SIGNALS, differences, drawn_pairs, drill, half_files
-from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data, waiting
+from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data, waiting, without_torchrun
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_sigterm_leaves_a_run_that_goes_on(data, tmp_path):
     damaged = tmp_path / "runs" / "x" / "checkpoints" / "step-00000990"
     damaged.mkdir()
     (tmp_path / "elsewhere").mkdir()
-    done = golfnb("train", "--resume", "../runs/x", "--nproc", "1", cwd=tmp_path / "elsewhere")
+    done = without_torchrun("train", "--resume", "../runs/x", "--nproc", "1", cwd=tmp_path / "elsewhere")
     assert done.returncode == 0 and "resumed:../runs/x step:" in done.stdout and "step:16/16" in done.stdout, done.stderr
     assert "set aside as damaged-step-00000990" in done.stdout
     left = {p.name for p in (tmp_path / "runs" / "x").iterdir()}
@@ -157,7 +157,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on_and_says_where_it_begins(data, tmp_pat
     stopped, again = tmp_path / "runs" / "x", shutil.copytree(tmp_path / "runs" / "x", tmp_path / "runs" / "y")
     shutil.rmtree(again / "checkpoints")
     for folder, begins in ((stopped, r"resumed:\S+ step:\d\d? "), (again, "note: .*runs/y has no checkpoint: .*anew")):
-        done = golfnb("train", "--resume", folder, "--nproc", 1, cwd=tmp_path)
+        done = without_torchrun("train", "--resume", folder, "--nproc", 1, cwd=tmp_path)
         assert done.returncode == 0 and re.search(f"^{begins}", done.stdout, re.M), done.stderr
         assert ("resumed:" in done.stdout, "anew" in done.stdout) == (folder == stopped, folder == again)
 
@@ -185,7 +185,7 @@ def test_a_run_that_was_scored_goes_on_with_no_other_text(data, tmp_path, monkey
     assert other.returncode == 2 and one_sentence(other.stderr), other.stderr
     assert re.search("validation .*[0-9,]+ tokens .*[0-9,]+ tokens", other.stderr), other.stderr
     assert (folder / "progress.json").read_text() == notes
-    done = golfnb("train", "--resume", folder, f"DATA_PATH={data}", f"TOKENIZER_PATH={data}/tokenizer.model", cwd=tmp_path)
+    done = without_torchrun("train", "--resume", folder, f"DATA_PATH={data}", f"TOKENIZER_PATH={data}/tokenizer.model", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     by_clock = {"train_ms", "step_ms"}  # from the last checkpoint on training ends once more, by a real clock; the second is the first by the steps
     assert {*differences(whole, folder)} - by_clock == {"config"}, differences(whole, folder)

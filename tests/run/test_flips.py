@@ -9,14 +9,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
-from unittest.mock import patch
-from warnings import simplefilter
 
 import pytest
-from forked import run_python
-from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data
+from tiny import TINY, loaded, one_sentence, tiny_data, without_torchrun
 
 from golfnb.tools.checkpoint import Keeper, open_kept
 from golfnb.tools.drill import differences
@@ -68,19 +64,9 @@ def flipped(state: Path, folder: Path, rng: random.Random) -> str:
     return f"{state.name}: byte {at} of {path.relative_to(folder)}, {before} -> {data[at]}"
 
 
-def forked_rank(script: Path, nproc: int, settings: dict, write, show=None, module: str = "") -> int:
-    "In place of golfnb.tools.launcher.run_script: one rank, forked."
-    quiet = partial(simplefilter, "ignore")  # where this file is the program, a forked process has imported it, and `module` with it
-    done = run_python(["-m", module, script], Path.cwd(), clean_env(**settings), quiet)
-    print(done.stdout, end="")
-    write(done.stderr)
-    return done.returncode
-
-
 def outcome(whole: Path, folder: Path) -> str:
     "What becomes of a run that goes on; one of GOOD, or what is wrong with it."
-    with patch("golfnb.tools.launcher.run_script", forked_rank):
-        done = golfnb("train", "--resume", folder, cwd=folder.parent)
+    done = without_torchrun("train", "--resume", folder, cwd=folder.parent)
     if "Traceback" in done.stderr:
         return f"traceback: {done.stderr}"
     if done.returncode:
@@ -125,8 +111,7 @@ def test_what_a_run_reads_again_is_refused_if_it_is_changed(runs, name, words):
     copy = shutil.copytree(runs / "training", runs / f"changed-{name}")
     data = (copy / name).read_bytes()
     (copy / name).write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-    with patch("golfnb.tools.launcher.run_script", forked_rank):
-        done = golfnb("train", "--resume", copy.name, cwd=runs)
+    done = without_torchrun("train", "--resume", copy.name, cwd=runs)
     assert done.returncode == 2 and one_sentence(done.stderr) and re.search(words, done.stderr), done.stderr
 
 

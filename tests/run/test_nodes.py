@@ -2,6 +2,7 @@
 
 `python tests/run/test_nodes.py` measures flat against two-level links and writes nbs/results/nodes_cpu.json."""
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ from golfnb.tools.results import record_result
 from golfnb.model.engine import Ranks
 
 HERE, TWO = Path(__file__).resolve().parent, {"LINKS": "two_level"}
+NETWORKS = itertools.count()
 CASES = [settings(4), settings(3, PLAN="shared_mlp"), settings(3, CLIP="local", GRAD_CLIP_NORM="0.05")]
 
 
@@ -39,8 +41,8 @@ def can_make() -> bool:
 
 @contextlib.contextmanager
 def namespaces(n: int, rate: str = ""):
-    "Names of `n` nodes, 10.77.0.1 and up, on one switch; `rate`: what each may send, like 50mbit."
-    switch, *nodes = names = [f"golf{os.getpid()}{x}" for x in ("s", *range(n))]
+    "Names of `n` nodes of a network of their own, 10.77.0.1 and up, on one switch; `rate`: what each may send, like 50mbit."
+    switch, *nodes = names = [f"golf{os.getpid()}-{next(NETWORKS)}{x}" for x in ("s", *range(n))]
     try:
         for name in names:
             sh(f"ip netns add {name}")
@@ -152,23 +154,37 @@ def test_a_run_without_a_shared_disk(tmp_path):
 
 @needs_nodes
 @pytest.mark.slow
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_node_that_vanishes_ends_the_others(tmp_path, gone):
-    "Its link goes down, without a word; the ranks left name those lost, and the run goes on on rank 0's node alone. A slow link makes the steps last: on no machine does the run end before."
-    (tmp_path / "data").mkdir()
-    env = {**TINY, "MODEL_DIM": "160", "RECIPE": "two_level", **tiny_data(tmp_path / "data"), "RUN_ID": "x", "RUNS_DIR": "runs", "ITERATIONS": "30", "TRAIN_LOG_EVERY": "1000", "TTT_ENABLED": "0", "CHECKPOINT_EVERY_S": "0.1"}
-    with namespaces(2, "50mbit") as names:
-        jobs, left = start(names, 2, tmp_path, "run", "-", **env), tmp_path / f"node{1 - gone}" / "log"
+def test_a_node_that_vanishes_ends_the_others(tmp_path):
+    """Its link goes down, without a word; the ranks left name those lost, and the run goes on on rank 0's node alone.
+
+    A slow link makes the steps last: on no machine does the run end before. Two networks at once, of which one loses node 0
+    and one node 1: nearly all of the time goes by in waiting for who does not answer.
+    """
+    folders = [tmp_path / f"lost{gone}" for gone in (0, 1)]
+    envs = []
+    for folder in folders:
+        (folder / "data").mkdir(parents=True)
+        envs.append({**TINY, "MODEL_DIM": "160", "RECIPE": "two_level", **tiny_data(folder / "data"), "RUN_ID": "x", "RUNS_DIR": "runs", "ITERATIONS": "30", "TRAIN_LOG_EVERY": "1000", "TTT_ENABLED": "0", "CHECKPOINT_EVERY_S": "0.1"})
+    left = [folder / f"node{1 - gone}" / "log" for gone, folder in enumerate(folders)]
+    with namespaces(2, "50mbit") as one, namespaces(2, "50mbit") as other:
+        networks, linked = (one, other), [0, 1]
+        jobs = [start(names, 2, folder, "run", "-", **env) for names, folder, env in zip(networks, folders, envs)]
+
+        def all_cut() -> bool:
+            for gone in [gone for gone in linked if any(folders[gone].glob("node0/runs/x/checkpoints/step-*"))]:
+                sh(f"ip -n {networks[gone][gone]} link set eth0 down")
+                linked.remove(gone)
+            return not linked
+
         try:
-            wait(lambda: any(tmp_path.glob("node0/runs/x/checkpoints/step-*")))
-            sh(f"ip -n {names[gone]} link set eth0 down")
-            wait(lambda: re.search("lost ranks 2, 3 in" if gone else "lost rank 0 and its node in", left.read_text()))
-            wait(lambda: jobs[1 - gone].exitcode is not None)
+            wait(all_cut)
+            wait(lambda: re.search("lost rank 0 and its node in", left[0].read_text()))
+            wait(lambda: re.search("lost ranks 2, 3 in", left[1].read_text()))
+            wait(lambda: jobs[0][1].exitcode is not None and jobs[1][0].exitcode is not None)
         finally:
-            end(jobs)
-        if gone:
-            finish(start(names[:1], 2, tmp_path, "run", "-", **env, RESUME="1"), tmp_path)
-            assert re.search(r"resumed:runs/x step:\d+ .*step:30/30", left.read_text(), re.S), said(tmp_path)
+            end(sum(jobs, []))
+        finish(start(other[:1], 2, folders[1], "run", "-", **envs[1], RESUME="1"), folders[1])
+        assert re.search(r"resumed:runs/x step:\d+ .*step:30/30", left[1].read_text(), re.S), said(folders[1])
 
 
 def wait(until):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from forked import fork_judged
 from score_workers import stream
-from tiny import TINY, clean_env, golfnb, run_quietly
+from tiny import TINY, clean_env, golfnb, run_quietly, without_torchrun
 
 from golfnb.settings import GolfError
 from golfnb.text.shards import write_shard
@@ -148,7 +148,7 @@ def test_honest_runs_of_all_recipes_pass(root, recipe):
 
 
 def test_an_honest_run_on_three_ranks_passes(root, tmp_path):
-    done = golfnb("train", str(root / "mine.py"), "--nproc", "3", *(f"{k}={v}" for k, v in (SMALL | data_of(root) | {"RUN_ID": "three", "ITERATIONS": "4", "WARMDOWN_ITERS": "2", "TRAIN_BATCH_TOKENS": "1536"}).items()), cwd=tmp_path)
+    done = without_torchrun("train", str(root / "mine.py"), "--nproc", "3", *(f"{k}={v}" for k, v in (SMALL | data_of(root) | {"RUN_ID": "three", "ITERATIONS": "4", "WARMDOWN_ITERS": "2", "TRAIN_BATCH_TOKENS": "1536"}).items()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = judged(root, tmp_path / "runs/three", root / "mine.py")
     assert found["legal"] and "score-first training" in found["compared"], words(found)
@@ -205,7 +205,7 @@ def test_adapters_of_a_model_of_whole_documents_are_judged(root):
 
 def test_adapters_on_three_ranks_score_as_on_one(root, lora, tmp_path, monkeypatch):
     settings = SMALL | LORA | data_of(root) | {"RUN_ID": "three", "ITERATIONS": "4", "WARMDOWN_ITERS": "2", "TRAIN_BATCH_TOKENS": "1536"}
-    done = golfnb("train", str(root / "lora.py"), "--nproc", "3", *(f"{k}={v}" for k, v in settings.items()), cwd=tmp_path)
+    done = without_torchrun("train", str(root / "lora.py"), "--nproc", "3", *(f"{k}={v}" for k, v in settings.items()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     scores = []
     for world in (3, 1):
