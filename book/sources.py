@@ -11,7 +11,7 @@ from names import ROOT, Module, Name, chapter_page, front_door, modules
 NBS, PAGES = ROOT / "nbs", Path(__file__).parent / "pages"
 PARTS = {"lessons": "Lessons", "story": "Source", "reference": "Reference", "recipes": "Recipes", "tools": "Tools", "studies": "Studies"}  # folder -> caption
 FRONT = {"start": "index", "index": "readme"}  # notebooks whose page has another name
-LOOK_UP = ("settings", "published", "rely", "tried", "negative", "glossary", "contributing", "api/index")
+LOOK_UP = ("settings", "published", "rely", "tried", "glossary", "contributing", "api/index")
 MARKS = {"export": "exported", "exports": "exported", "exporti": "exported", "code-fold": "hide-input", "hide_input": "remove-input"}  # directive -> tag of the site
 
 GUESSED = {"code_prompt_show": "Show what came", "code_prompt_hide": "Hide what came"}  # what a reader was to guess is folded
@@ -188,35 +188,45 @@ def map_rooms() -> str:
 
 
 FAILED = re.compile(r"^## What (did not work|was rejected)")
-NO_DATE = "not dated yet"  # add what `beginning` says of the line to book/pages/negative.json
 INPUT = re.compile(r"GolfError|[Bb]ad input|one sentence|:$|is refused|is raised|CPU run time")
+GATHERED = "<!-- gathered -->"  # stands in a page where what is gathered shall be
 
 
 def beginning(line: str) -> str:
-    "The first words of a line, by which its date is kept."
+    "The first words of a line, by which book/pages/tried.json knows it."
     return " ".join(re.findall(r"\w+", line))[:50]
 
 
-def negative_results() -> str:
-    "What did not work, gathered from the chapters with its date; what they say of bad input stays there."
-    kept = json.loads((PAGES / "negative.json").read_text(encoding="utf-8"))
-    dates = {begins: date for date, lines in kept.items() for begins in lines}
-    lines = []
-    for stem in stems():
-        nb, inside, found = notebook(stem), False, []
-        if number(stem) is None:
+def failures(stem: str) -> list[str]:
+    "The lines of a chapter that say what did not work; what they say of bad input stays there."
+    inside, found = False, []
+    for cell in notebook(stem).cells:
+        if cell.cell_type != "markdown":
             continue
-        for cell in nb.cells:
-            if cell.cell_type != "markdown":
-                continue
-            for block in re.split(r"\n(?=[*-] )|\n\s*\n", site_links(cell.source)):
-                block = block.strip()
-                if block.startswith("#"):
-                    inside = bool(FAILED.match(block))
-                elif inside and block and not INPUT.search(block):
-                    found.append(block if re.match(r"[*-] ", block) else f"* {block}")
-        if found:
-            lines += [f"## {numbered_title(stem)}", "", *[f"* {dates.get(beginning(b[2:]), NO_DATE)}: {b[2:]}" for b in found], "", f"[From chapter {stem.split('_')[0]}]({stem}.ipynb).", ""]
+        for block in re.split(r"\n(?=[*-] )|\n\s*\n", site_links(cell.source)):
+            block = block.strip()
+            if block.startswith("#"):
+                inside = bool(FAILED.match(block))
+            elif inside and block and not INPUT.search(block):
+                found.append(re.sub(r"^[*-] ", "", block))
+    return found
+
+
+def verdicts() -> dict[str, tuple[str, str, str]]:
+    "Beginning of a line -> the day on which it stood there, what it cost, the verdict."
+    days = json.loads((PAGES / "tried.json").read_text(encoding="utf-8"))
+    return {begins: (day, *known) for day, lines in days.items() for begins, known in lines.items()}
+
+
+def negative_results() -> str:
+    "What did not work, chapter by chapter, each line with date, cost and verdict."
+    known, lines = verdicts(), []
+    for stem in (stem for _, group in parts() for stem in group):
+        rows = []
+        for line in failures(stem):
+            day, cost, verdict = known.get(beginning(line), ("no date", "no cost", "no verdict"))
+            rows.append(f"* {day}, {cost}, *{verdict}*. {line}")
+        lines += [f"### [{numbered_title(stem)}]({stem}.ipynb)", "", *rows, ""] if rows else []
     return "\n".join(lines)
 
 
@@ -246,13 +256,16 @@ def write(folder: Path) -> None:
     (folder / "api").mkdir(parents=True)
     for stem in stems():
         nb = as_page(stem)
+        if stem == "tried":
+            last = next(c for c in nb.cells if GATHERED in c.source)
+            last.source = last.source.replace(GATHERED, negative_results())
         if page_of(stem) == "index":
             nb.cells.append(nbformat.v4.new_markdown_cell(tables_of_contents()))
         (folder / f"{page_of(stem)}.ipynb").write_text(json.dumps(nb), encoding="utf-8")
-    gathered = {"map": map_rooms, "negative": negative_results, "settings": all_settings}
+    gathered = {"map": map_rooms, "settings": all_settings}
     for path in sorted(PAGES.glob("*.md")):
         text = path.read_text(encoding="utf-8")
-        (folder / path.name).write_text(text.replace("<!-- gathered -->", gathered[path.stem]()) if path.stem in gathered else text, encoding="utf-8")
+        (folder / path.name).write_text(text.replace(GATHERED, gathered[path.stem]()) if path.stem in gathered else text, encoding="utf-8")
     (folder / "api" / "index.md").write_text(api_index(), encoding="utf-8")
     for m in modules().values():
         (folder / "api" / f"{m.name}.md").write_text(api_module(m), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every test, and every process a test starts, sees the checkout's golfnb and the workers in tests/."""
+"""Every test, and every process a test starts, sees the checkout's golfnb and the workers beside the tests."""
 import gc
 import os
 import signal
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-for p in (str(ROOT), str(ROOT / "tests")):
-    if p not in sys.path:
-        sys.path.insert(0, p)
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+FOLDERS = ("text", "model", "muon", "run", "file", "score", "recipes", "tools", "book")  # by what they are about
+ON_PATH = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", *FOLDERS))]
+sys.path[:0] = [path for path in ON_PATH if path not in sys.path]
+os.environ["PYTHONPATH"] = os.pathsep.join([*ON_PATH, os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: what a test starts may be interrupted

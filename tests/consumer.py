@@ -1,6 +1,6 @@
 """What a user of the library writes, in an editor that knows its types.
 
-tests/test_lint.py has it checked, nothing runs it.
+tests/book/test_lint.py has it checked, nothing runs it.
 """
 from pathlib import Path
 

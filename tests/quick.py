@@ -29,10 +29,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from conftest import LEFT_OUT, LONG, ROOT, UNTIL
+from conftest import FOLDERS, LEFT_OUT, LONG, ROOT, UNTIL
 from tiny import TINY, run_quietly, tiny_data
 
-FOLDERS_ON_PATH = ("tests", "book")  # their files are imported by their bare names
+FOLDERS_ON_PATH = ("book", "tests", *(f"tests/{name}" for name in FOLDERS))  # their files are imported by their bare names
 CHANGED_SECONDS = 150  # of a processor, for notebooks that changed
 NOTEBOOK_SECONDS = 60  # and for those that did not change themselves
 LAST_START = 150  # seconds after which no test begins: the last ones may take half a minute
@@ -58,7 +58,9 @@ def changed_paths(root: Path) -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    "How a file is imported: golfnb/tools/cli.py as golfnb.tools.cli, tests/tiny.py as tiny."
+    "How a file is imported: golfnb/tools/cli.py as golfnb.tools.cli, tests/tiny.py and tests/tools/tiny.py as tiny."
+    if path.parent.as_posix() in FOLDERS_ON_PATH:
+        return path.stem
     parts = path.with_suffix("").parts
     if parts[0] in FOLDERS_ON_PATH:
         parts = parts[1:]
@@ -177,7 +179,7 @@ def select(root: Path, changed: list[Path], slow: tuple[str, ...], broad: tuple[
     named_after = {f"test_{module.split('.')[-1]}" for module in modules}
     put_off = {*slow, *set(broad) - named_after}
     tests, left_out = [], [path for path in quickest + using if path not in checked + taken]
-    for path in sorted((root / "tests").glob("test_*.py")):
+    for path in sorted((root / "tests").rglob("test_*.py")):
         path = path.relative_to(root)
         if path in changed:
             tests.append(path)

@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
+from warnings import simplefilter
 
 from forked import fork_python, run_python
 
@@ -99,19 +100,47 @@ def torchrun(script: Path, nproc: int, settings: dict, cwd: Path) -> subprocess.
 
 
 def forked_ranks(script: Path, nproc: int, settings: dict, cwd: Path) -> subprocess.CompletedProcess:
-    "What `torchrun` gives, without torchrun: the ranks are forked, each with the variables that torchrun would set."
+    "What `torchrun` gives, without torchrun; see `forked_words`."
+    return forked_words([script], nproc, settings, cwd)
+
+
+def forked_words(words: list, nproc: int, settings: dict, cwd: Path) -> subprocess.CompletedProcess:
+    "`python WORDS` on every rank: the ranks are forked, each with the variables that torchrun would set."
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = clean_env(**settings, WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        ranks = [fork_python([script], out, err, cwd, env | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(nproc)]
+        quiet = partial(simplefilter, "ignore")  # a module that is run may have been imported by the server
+        ranks = [fork_python(words, out, err, cwd, env | {"RANK": str(r), "LOCAL_RANK": str(r)}, quiet) for r in range(nproc)]
         for rank in ranks:
             rank.join()
         for file in (out, err):
             file.seek(0)
         status = max(abs(rank.exitcode) for rank in ranks)
-        return subprocess.CompletedProcess([script], status, out.read(), err.read())
+        return subprocess.CompletedProcess(words, status, out.read(), err.read())
+
+
+def shown(done: subprocess.CompletedProcess, write) -> int:
+    print(done.stdout, end="")
+    write(done.stderr)
+    return done.returncode
+
+
+def forked_script(script: Path, nproc: int, settings: dict, write, show=None, module: str = "") -> int:
+    "In place of golfnb.tools.starting.run_script."
+    return shown(forked_words(["-m", module, script], nproc, settings, Path.cwd()), write)
+
+
+def forked_module(words: list, nproc: int, settings: dict) -> int:
+    "In place of golfnb.studies.bench.launch_module."
+    return shown(forked_words(["-m", *words], nproc, settings, Path.cwd()), sys.stderr.write)
+
+
+def without_torchrun(*argv, cwd: Path, **env) -> SimpleNamespace:
+    "As `golfnb`, but ranks are forked where the command starts torchrun, and need not import torch each."
+    with patch("golfnb.tools.starting.run_script", forked_script), patch("golfnb.studies.bench.launch_module", forked_module):
+        return golfnb(*argv, cwd=cwd, **env)
 
 
 WAIT = """
