@@ -12,7 +12,7 @@ __all__ = ['SECTION_DAMAGE', 'CODECS', 'Plain', 'Lzma', 'Zlib', 'Rans', 'Best', 
            'over_budget', 'over_path', 'save_artifact', 'naming', 'read_container',
            'container_header', 'read_meta', 'load_artifact', 'save_weights', 'check_unquantized',
            'load_weights', 'digit_bits', 'bits_of', 'check_tokenizer', 'load_model',
-           'export_safetensors', 'import_safetensors']
+           'export_safetensors']
 
 # %% ../../nbs/story/11b_artifact.ipynb #b0d38447
 import hashlib
@@ -732,14 +732,3 @@ def export_safetensors(path: str | Path, out: str | Path,
         state = {name: w.contiguous() for name, w in dequantize_trellis(packed).items()}
     atomic_write(out, store.save(state, metadata={"golfnb": json.dumps(meta, sort_keys=True)}))
 
-
-def import_safetensors(path: str | Path, out: str | Path) -> None:
-    "Write a safetensors file as unquantized weights, with the meta that an export left. GolfError."
-    store = optional("safetensors", "golfnb[weights]")
-    try:
-        with store.safe_open(path, "pt") as file:
-            meta = read_json((file.metadata() or {}).get("golfnb", "{}"), "its golfnb entry")
-            state = {name: file.get_tensor(name) for name in file.keys()}
-    except Exception as error:  # the package has error types of its own
-        raise GolfError(f"cannot read {path} as safetensors ({error}): export it again") from None
-    save_weights(out, state, meta)

@@ -116,7 +116,7 @@ GROUPS = {  # heading of the help -> commands
     "train": ("demo", "train", "recipe list", "recipe show", "recipe copy", "watch", "log", "script"),
     "text": ("data build", "data download", "data recut", "data inspect"),
     "use what was trained": ("score", "sample", "play", "report", "compare"),
-    "files of weights": ("quantize", "artifact inspect", "artifact export", "artifact import", "submission", "hub"),
+    "files of weights": ("quantize", "artifact inspect", "artifact export", "submission", "hub"),
     "the book and this machine": ("lab", "check", "bench", "study", "drill", "doctor"),
 }
 ENDING = ("Settings are NAME=VALUE, named as in the environment; of one given twice the last counts. "

@@ -100,14 +100,13 @@ def test_a_report_has_a_text_where_the_tokenizer_is_known_by_its_hash(trained, t
     assert sampled_text(run)[0] == "", "no validation text, no prompt"
 
 
-def test_weights_go_out_as_safetensors_and_come_back(trained, tmp_path):
+def test_weights_go_out_as_safetensors(trained, tmp_path):
     from golfnb.file.artifact import load_weights
 
     _, run, _, _ = trained
-    assert golfnb("artifact", "export", run / "ema.golf", "w.safetensors", cwd=tmp_path).returncode == 0
-    done = golfnb("artifact", "import", "w.safetensors", "back.golf", cwd=tmp_path)
-    assert done.returncode == 0 and "back.golf: " in done.stdout, done.stderr
-    (_, ours), (_, theirs) = load_weights(run / "ema.golf"), load_weights(tmp_path / "back.golf")
+    done = golfnb("artifact", "export", run / "ema.golf", "w.safetensors", cwd=tmp_path)
+    assert done.returncode == 0 and "w.safetensors: " in done.stdout, done.stderr
+    (_, ours), theirs = load_weights(run / "ema.golf"), pytest.importorskip("safetensors.torch").load_file(tmp_path / "w.safetensors")
     assert ours.keys() == theirs.keys() and all((ours[n].float() == theirs[n]).all() for n in ours)
 
 
