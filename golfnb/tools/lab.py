@@ -8,6 +8,7 @@ as it is.
 __all__ = ['notebook_dir', 'copy_notebooks', 'start_lab']
 
 # %% ../../nbs/tools/26_lab.ipynb #70240361
+import ast
 import json
 import os
 import re
@@ -81,7 +82,8 @@ def copy_notebooks(folder: Path, source: Path | None = None) -> tuple[int, int]:
     source = source or notebook_dir()
     if folder.resolve() == source.resolve():
         raise GolfError(f"lab: {folder} is the book itself; choose another folder with --dir")
-    (folder / "results" / "here").mkdir(parents=True, exist_ok=True)
+    for own in ("results/here", ".lab"):
+        (folder / own).mkdir(parents=True, exist_ok=True)
     kinds = ("*.ipynb", "*/*.ipynb", "*.mplstyle", "results/*.json", "ladder/*.py", "AGENTS.md")
     paths = [p.relative_to(source) for kind in kinds for p in source.glob(kind)]
     missing = [p for p in paths if not (folder / p).exists()]
@@ -94,6 +96,51 @@ def copy_notebooks(folder: Path, source: Path | None = None) -> tuple[int, int]:
     copied = [p for p in missing if p.suffix == ".ipynb"]
     return len(copied), len(notebooks) - len(copied)
 
+# %% ../../nbs/tools/26_lab.ipynb #7e94bc3e
+def code_of(path: Path) -> list[str]:
+    "The code cells of a notebook, or a program's text; nothing of what is neither."
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            return [text]
+        return ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def imports_of(code: str) -> list[str]:
+    "The modules of golfnb that code imports from anywhere in it."
+    try:
+        nodes = list(ast.walk(ast.parse(code)))
+    except SyntaxError:  # a cell with a command of the shell, or one that is being written
+        return []
+    names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return [name for name in names if name.startswith("golfnb.")]
+
+# %% ../../nbs/tools/26_lab.ipynb #bd13759d
+SHOWN = 5  # notebooks named in a sentence
+
+
+def is_module(name: str) -> bool:
+    "Whether the package has a module or a folder of this name; nothing is imported."
+    place = package_dir().joinpath(*name.split(".")[1:])
+    return place.is_dir() or place.with_suffix(".py").is_file()
+
+
+def old_copies(folder: Path) -> str:
+    "A sentence on the notebooks and programs of a lab that import what golfnb has not, and what to do; '' if none does."
+    kinds = ("*.ipynb", "[!.]*/*.ipynb", "ladder/*.py")
+    paths = sorted(path for kind in kinds for path in folder.glob(kind))
+    gone = {path: [name for code in code_of(path) for name in imports_of(code) if not is_module(name)] for path in paths}
+    old = [path for path in paths if gone[path]]
+    if not old:
+        return ""
+    names = ", ".join(str(path.relative_to(folder)) for path in old[:SHOWN])
+    more = f" and {len(old) - SHOWN} more" if len(old) > SHOWN else ""
+    return (f"lab: {names}{more} import modules that this golfnb has not, such as {gone[old[0]][0]}, and were left as they are: "
+            "move them out of the lab and start it again, which brings the book's, or take another folder with --dir")
+
 # %% ../../nbs/tools/26_lab.ipynb #acdcdbe0
 def start_lab(folder: Path, port: int | None = None, browser: bool = True) -> None:
     """Copy the notebooks and become JupyterLab on `port`, by default the first free one from 8888 on.
@@ -104,9 +151,11 @@ def start_lab(folder: Path, port: int | None = None, browser: bool = True) -> No
         raise GolfError("lab: JupyterLab is needed, found none; run `pip install golfnb[notebooks]`")
     copied, kept = copy_notebooks(folder)
     print(f"lab: {copied} notebooks copied to {folder}, {kept} kept; Ctrl-C stops it", flush=True)
+    old = old_copies(folder)
+    if old:
+        print(old, flush=True)
     options = ["-m", "jupyterlab", f"--ServerApp.root_dir={folder.resolve()}", "--ServerApp.answer_yes=True"]
     kept_in = folder.resolve() / ".lab"
-    kept_in.mkdir(exist_ok=True)
     off = {"disabledExtensions": ["@jupyterlab/apputils-extension:announcements"]}  # news, and looking for updates
     atomic_write(kept_in / "page_config.json", json.dumps(off))
     options += ["--LabApp.default_url=/lab/tree/start.ipynb", f"--LabApp.app_settings_dir={kept_in}",

@@ -123,6 +123,22 @@ def test_a_terminal_of_the_lab_finds_the_command(tmp_path, monkeypatch):
     assert os.environ["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/nowhere"]
 
 
+def test_a_lab_whose_notebooks_import_what_is_gone_says_so_and_leaves_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "execv", lambda *words: None)
+    start_lab(tmp_path, browser=False)
+    assert len(capsys.readouterr().out.splitlines()) == 1, "a lab of today has nothing to say"
+    old = {f"lessons/lesson0{i}_old.ipynb": json.dumps({"cells": [{"cell_type": "code", "source": ["import math\n", f"from golfnb.bpb{i} import ByteTable"]}]}, indent=i % 2) for i in range(1, 7)}
+    old |= {"ladder/10_mine.py": "import torch\nimport golfnb.rans as rans\n", "mine.ipynb": '{"cells": [{"cell_type": "markdown", "source": ["from golfnb.text import bpb"]}]}'}
+    for name, text in old.items():
+        (tmp_path / name).write_text(text)
+    start_lab(tmp_path, browser=False)
+    first, said = capsys.readouterr().out.splitlines()
+    assert "0 notebooks copied" in first
+    assert said.startswith("lab: ladder/10_mine.py, lessons/lesson01_old.ipynb, ") and "lesson04_old.ipynb and 2 more import modules that this golfnb has not, such as golfnb.rans, " in said
+    assert "move them out of the lab and start it again" in said and "mine.ipynb" not in said
+    assert {name: (tmp_path / name).read_text() for name in old} == old
+
+
 def test_a_picture_of_the_lab_has_its_caption_below_it(tmp_path):
     copy_notebooks(tmp_path)
     cells = json.loads((tmp_path / "lessons" / "lesson01_score.ipynb").read_text())["cells"]

@@ -7,10 +7,12 @@ import re
 import runpy
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 
 import golfnb
+from golfnb.tools.lab import copy_notebooks
 from golfnb.tools.results import read_result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +135,30 @@ def test_a_rung_is_a_program_for_a_whiteboard(rung):
 def test_a_rung_changes_few_lines(old, new):
     diff = difflib.unified_diff(old.read_text().splitlines(), new.read_text().splitlines(), n=0, lineterm="")
     assert sum(line[0] in "+-" for line in diff) <= 80
+
+
+def test_the_page_shows_a_readers_rung_before_and_after_it_is_recorded(tmp_path, monkeypatch, capsys):
+    copy_notebooks(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("ladder/10_mine.py").write_text("def climb(seed, steps):\n    return {'bits per byte': 2.5, 'ms a step': 1.0}\n")
+    cells = ["".join(cell["source"]) for cell in json.loads(Path("ladder.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
+    shown = [cell.replace('rung = "04_muon"', 'rung = "10_mine"') for cell in cells if '"compressors"' not in cell]
+
+    def page() -> list[str]:
+        names, rows = {}, []
+        for cell in shown:
+            exec(cell, names)
+            rows += names.get("lines", [])
+        plt.close("all")
+        return rows
+
+    assert "| 10_mine | not recorded yet: `python ladder/climb.py` does it | | |" in page()
+    assert "10_mine, ten steps: 2.50 bits per byte here, not recorded yet" in capsys.readouterr().out
+    result = json.loads(Path("results/ladder_bits_cpu.json").read_text())
+    result["samples"] |= {f"10_mine: {what}": [value] for what, value in (("bits per byte", 1.5), ("ms a step", 1.0), ("bytes", 7.0))}
+    result["facts"]["ten steps"]["10_mine"] = 2.5
+    Path("results/ladder_bits_cpu.json").write_text(json.dumps(result))
+    assert "| 10_mine | 1.500 (one seed) | 1 | 7 |" in page()
 
 
 @pytest.fixture(scope="module")

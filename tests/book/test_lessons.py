@@ -7,7 +7,7 @@ import pytest
 from tiny import golfnb, one_sentence
 
 from golfnb.settings import GolfError
-from golfnb.tools.check import Score, check_text, compare, find_task, lesson_tasks, read_board, run_text, task_cell
+from golfnb.tools.check import Score, Task, check_text, compare, find_task, lesson_tasks, read_board, run_text, task_cell
 from golfnb.tools.lab import copy_notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +83,21 @@ def test_one_task_has_a_score(path):
 def test_what_is_half_answered_or_imported_elsewhere_is_said():
     assert run_text(find_task("2.read"), "megabytes_a_second, per_cent_seen = 2.4, None")[1] == "not yet: per_cent_seen must have a value, found None"
     said = run_text(find_task("1.nats"), "bits_per_byte = math.log(2)")[1]
-    assert said == "not yet: name 'math' is not defined (line 1 of your cell); this cell is run alone: what it uses must be imported in it"
+    assert said == "not yet: NameError: name 'math' is not defined (line 1 of your cell); this cell is run alone: what it uses must be imported or defined in it"
+    later = run_text(Task("0.fast", fast, []), "class Seconds:\n    def __float__(self):\n        return before\nseconds = Seconds()")[1]
+    assert later == "not yet: NameError: name 'before' is not defined (line 3 of your cell); this cell is run alone: what it uses must be imported or defined in it"
+
+
+def fast(seconds):
+    return Score(float(seconds), "s", 2.0, 9.0)
+
+
+@pytest.mark.parametrize("seconds, passed, said", [
+    (9.0, False, "not yet better: 9 s; "), (3.0, True, "passed with 3 s; "), (1.999, True, "passed with 1.999 s; "), (1.5, True, "better than the book's: 1.5 s; "),
+])
+def test_who_beats_the_book_is_told_so(seconds, passed, said):
+    found = run_text(Task("0.fast", fast, []), f"seconds = {seconds}")
+    assert found[:2] == (passed, said + "the given cell: 9; the book's answer: 2")
 
 
 def test_a_reader_who_ends_the_process_or_loops_gets_a_sentence():
@@ -95,7 +109,6 @@ def test_a_reader_who_ends_the_process_or_loops_gets_a_sentence():
 def test_the_command_looks_in_the_lab_and_keeps_what_was_reached(tmp_path):
     lab = tmp_path / "runs" / "lab"
     copy_notebooks(lab)
-    (lab / ".lab").mkdir()
     assert (lab / "AGENTS.md").is_file() and not (lab / "lessons" / "checks").exists()
     first = golfnb("check", "7.scatter", cwd=tmp_path)
     assert (first.returncode, first.stdout) == (1, "7.scatter: not tried yet\n"), first
@@ -106,6 +119,7 @@ def test_the_command_looks_in_the_lab_and_keeps_what_was_reached(tmp_path):
     assert read_board(lab) == {"7.scatter": None}
     assert "7.scatter right   7.ranks open" in golfnb("check", cwd=tmp_path).stdout
     assert "7.scatter right   7.ranks open" in golfnb("check", cwd=lab / "lessons").stdout, "inside of a lab, that lab is meant"
+    assert golfnb("check", "7.scatter", cwd=lab).stdout == "7.scatter: not tried yet\n"
     hint = golfnb("check", "7.scatter", "--hint", 2, cwd=tmp_path).stdout
     assert hint.startswith("7.scatter, hint 2 of 3: ")
 
