@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 76a8b1d77a3fec00
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source bb1ec933c80b8c0b
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -315,7 +315,7 @@ PUBLISHED = {  # published word -> value -> a recipe whose program does it
     "CODEC": {"lzma": "pr549", "best": "golf"},
     "USE_GPTQ": {"0": "pr549", "1": "pr1060"},
     "TTT_ENABLED": {"0": "pr399", "1": "pr549"},
-    "TTT_FORM": {"chunks": "pr549"},
+    "TTT_FORM": {"chunks": "pr549", "adapters": "record"},
     "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
     "TTT_FREEZE_SCOPE": {"all": "pr726"},
     "CASEOPS_ENABLED": {"0": "pr2135"},
