@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source bb1ec933c80b8c0b
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 062d64c818f33133
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -4812,9 +4812,14 @@ class Ledger:
 
 
 @dataclass
-class TttSettings(EvalSettings, ComputeSettings):
-    "Legal score-first test-time training."
+class AdaptSettings(EvalSettings):
+    "Whether a run adapts, in whatever way."
     ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1")
+
+
+@dataclass
+class TttSettings(AdaptSettings, ComputeSettings):
+    "Legal score-first test-time training."
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step",
                             bounds=">= 0")
     ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes",

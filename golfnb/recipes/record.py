@@ -15,7 +15,7 @@ from ..file.artifact import ArtifactSettings, Quick, unpack_bytes
 from ..file.quantize import QuantSettings
 from ..file.trellis_file import dequantize_trellis
 from ..model.bank_rule import BankRule
-from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Ranks
+from ..model.engine import AdamW, ClipEach, Engine, Ranks, TableSettings
 from ..model.frontier import (
     Frontier,
     FrontierSettings,
@@ -52,23 +52,21 @@ from ..run.train import (
 )
 from ..score.adapters import AdapterSettings, adapter_rules, score_documents
 from ..score.evaluate import plain_loss
-from ..settings import require, setting
+from ..score.ttt import AdaptSettings
+from ..settings import require
 from ..text.loader import Loader, LoaderSettings, grad_accum
 from ..text.shards import BOS_ID
 from ..text.spans import SpanSampler
 
 # %% ../../nbs/recipes/record.ipynb #5711cab0
 @dataclass
-class Settings(RunSettings, LoaderSettings, FrontierSettings, EngineSettings, FlooredSettings,
-               ArtifactSettings, QuantSettings, AdapterSettings):
+class Settings(RunSettings, LoaderSettings, FrontierSettings, TableSettings, FlooredSettings,
+               ArtifactSettings, QuantSettings, AdaptSettings, AdapterSettings):
     "Every number of this recipe."
     WORDS = ("LOADER=spans PLAN=shared_mlp LINKS=flat CLIP=local AVERAGING=ema "
              "EMA_ENABLED=1 SCALE_FLOOR=0 TTT_FORM=adapters CASEOPS_ENABLED=0 "
              "NGRAM_TILT_ENABLED=0 SPARSE_ATTN_GATE_ENABLED=1 SMEAR_GATE_ENABLED=1 "
              "SMEAR_GATE_BOS_FIX=0 SKIP_GATES_ENABLED=1 MUON_ROW_NORMALIZE=1")
-    embed_wd: float = setting(0.085, "weight decay of the tables: per unit of learning rate",
-                              bounds=">= 0")
-    ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1")
 
     @property
     def train_cap_ms(self) -> float:

@@ -53,9 +53,9 @@ from golfnb.run.train import compiled
 def scoring_words(program, s, ttt: bool) -> dict[str, str]:
     "The settings that a score depends on, and the program's own ones, as on a command line."
     starts = ("eval_", "val_batch_", "ttt_") if ttt else ("eval_", "val_batch_")
-    names = [name for name in vars(s) if name.startswith(starts)]
+    names = [name for name in vars(s) if name.startswith(starts) and name != "ttt_enabled"]
     names += [spec.name for spec in setting_groups(program).get(program.Settings, [])]
-    return {n.upper(): setting_text(getattr(s, n)) for n in names if n != "ttt_enabled"}
+    return {name.upper(): setting_text(getattr(s, name)) for name in names}
 
 
 def settings_source(file: Path, meta: dict) -> str:
