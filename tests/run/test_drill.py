@@ -211,8 +211,7 @@ def test_torchrun_goes_on_by_itself(data, tmp_path):
     assert golfnb("script", "--recipe", "demo", "-o", "x.py", cwd=tmp_path).returncode == 0
     (tmp_path / "x.py").write_text(waiting((tmp_path / "x.py").read_text()))
     env = dict(word.split("=", 1) for word in words(data) if not word.startswith("RECIPE"))
-    (tmp_path / "start.py").write_text("import runpy\nrunpy.run_module('golfnb.tools.checkpoint', None, '__main__', True)\n")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "--start_method=fork", "--run_path", "start.py", "x.py"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "-m", "golfnb.tools.checkpoint", "x.py"]
     child = launched(command, tmp_path, "step:5/", **env)
     os.kill(max(children(child.pid)), signal.SIGKILL)
     (tmp_path / "wait").unlink()
