@@ -434,6 +434,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                                                                'golfnb/model/frontier.py'),
                                        'golfnb.model.frontier.attend_banded': ( 'story/frontier.html#attend_banded',
                                                                                 'golfnb/model/frontier.py'),
+                                       'golfnb.model.frontier.attend_edges': ( 'story/frontier.html#attend_edges',
+                                                                               'golfnb/model/frontier.py'),
                                        'golfnb.model.frontier.attend_pieces': ( 'story/frontier.html#attend_pieces',
                                                                                 'golfnb/model/frontier.py'),
                                        'golfnb.model.frontier.band_mask': ('story/frontier.html#band_mask', 'golfnb/model/frontier.py'),
