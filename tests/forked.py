@@ -54,6 +54,7 @@ class Passed:
 def python(words: list[str], out, err, cwd: str, env: dict, prepare) -> None:
     "What `python WORDS` does, where the first word is a script, or -m and a module."
     gc.freeze()  # as in run_frozen
+    multiprocessing.current_process()._config.pop("daemon")  # it may fork processes of its own
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()

@@ -83,6 +83,7 @@ def test_every_module_has_a_notebook_and_is_importable_without_heavy_extras():
     assert sorted(p.stem for p in modules) == sorted(chapters + recipes + commands)
     names = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in modules]
     code += "\n".join(f"import {n}" for n in sorted(names))
+    code += "\nassert 'torch._dynamo' not in sys.modules, 'the compiler, which takes seconds to import, comes with its first use'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

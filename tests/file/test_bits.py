@@ -33,7 +33,7 @@ from golfnb.model.layout import bank_per_shape, matrix_names
 from golfnb.model.golf import Golf, init_model, load_named, named_state
 from golfnb.model.engine import Ranks, start_ranks, stop_ranks
 from golfnb.file.quantize import Gptq, NothingFits, calibrate, dequantize_state, fit_state, hessian_factor, int6_matrices, quantize_state, shared_out
-from golfnb.recipes import golf, trellis
+from golfnb.recipes import golf, pr2135
 from golfnb.settings import GolfError
 from golfnb.tools.programs import settings_of
 from golfnb.tools.report import read_summary
@@ -482,10 +482,10 @@ def test_two_ranks_get_the_same(tmp_path):
 
 
 def test_the_recipe_fills_its_file_and_its_script_does_the_same(tmp_path):
-    env = TINY | tiny_data(tmp_path) | {"RECIPE": "trellis", "MODEL_DIM": "48", "ROPE_DIMS": "4", "SMALL_TENSOR": "2000", "GPTQ_CALIB_SAMPLES": "2", "MAX_WALLCLOCK_SECONDS": "0", "TTT_ENABLED": "0", "RUNS_DIR": str(tmp_path / "runs")}
-    run_quietly(trellis, env | {"RUN_ID": "free"})
+    env = TINY | tiny_data(tmp_path) | {"RECIPE": "pr2135", "MODEL_DIM": "48", "ROPE_DIMS": "4", "LOOP_START": "0", "LOOP_END": "0", "PARALLEL_START_LAYER": "1", "SMALL_TENSOR": "2000", "GPTQ_CALIB_SAMPLES": "2", "MAX_WALLCLOCK_SECONDS": "0", "TTT_ENABLED": "0", "RUNS_DIR": str(tmp_path / "runs")}
+    run_quietly(pr2135, env | {"RUN_ID": "free"})
     target = int(0.8 * (tmp_path / "runs" / "free" / "artifact.golf").stat().st_size)
-    summary = run_quietly(trellis, env | {"RUN_ID": "a", "TARGET_BYTES": str(target)})
+    summary = run_quietly(pr2135, env | {"RUN_ID": "a", "TARGET_BYTES": str(target)})
     data = (tmp_path / "runs" / "a" / "artifact.golf").read_bytes()
     assert target - NEAR <= len(data) <= target and summary["total_bytes"] == len(data)
     assert re.search(r"^trellis: [1-9]\d* matrices with ", (tmp_path / "runs" / "a" / "train.log").read_text(), re.M)
@@ -498,12 +498,12 @@ def test_the_recipe_fills_its_file_and_its_script_does_the_same(tmp_path):
     done = golfnb("quantize", tmp_path / "runs" / "a", "-o", "again.golf", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "again.golf").read_bytes() == data, "no clock runs there: measured on as many batches"
-    script = tmp_path / "trellis.py"
-    assert golfnb("script", "--recipe", "trellis", "-o", script, cwd=tmp_path).returncode == 0
+    script = tmp_path / "pr2135.py"
+    assert golfnb("script", "--recipe", "pr2135", "-o", script, cwd=tmp_path).returncode == 0
     done = torchrun(script, 1, env | {"RUN_ID": "s", "TARGET_BYTES": str(target + script.stat().st_size)}, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "runs" / "s" / "artifact.golf").read_bytes() == data
-    assert "over_budget" in run_quietly(trellis, env | {"RUN_ID": "over", "TARGET_BYTES": "1000"})
+    assert "over_budget" in run_quietly(pr2135, env | {"RUN_ID": "over", "TARGET_BYTES": "1000"})
     assert (tmp_path / "runs" / "over" / "artifact.golf.over").is_file()
-    run_quietly(trellis, env | {"RUN_ID": "none", "SMALL_TENSOR": "65536"})
+    run_quietly(pr2135, env | {"RUN_ID": "none", "SMALL_TENSOR": "65536"})
     assert "SMALL_TENSOR=65536" in (tmp_path / "runs" / "none" / "train.log").read_text(), "it rounds nothing, and says so"

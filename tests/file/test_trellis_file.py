@@ -246,7 +246,7 @@ def test_a_full_model_decodes_in_seconds():
 
 # --- the tools on a run
 
-SIZES = {"MODEL_DIM": "64", "SMALL_TENSOR": "4096", "ITERATIONS": "2", "GPTQ_CALIB_SAMPLES": "2", "RECIPE": "trellis"}
+SIZES = {"MODEL_DIM": "64", "SMALL_TENSOR": "4096", "ITERATIONS": "2", "GPTQ_CALIB_SAMPLES": "2", "LOOP_START": "0", "LOOP_END": "0", "PARALLEL_START_LAYER": "1", "RECIPE": "pr2135"}
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("trellis")
     (root / "data").mkdir()
     data = tiny_data(root / "data")
-    run_quietly(recipe_program("trellis"), {**TINY, **SIZES, **data, "TARGET_BYTES": "190000", "RUN_ID": "it", "RUNS_DIR": str(root)}, b"#" * 1000)
+    run_quietly(recipe_program("pr2135"), {**TINY, **SIZES, **data, "TARGET_BYTES": "190000", "RUN_ID": "it", "RUNS_DIR": str(root)}, b"#" * 1000)
     return root / "it"
 
 

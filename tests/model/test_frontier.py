@@ -1,6 +1,8 @@
 """Models of whole documents: parts against formulas written out, the walk against a plain one, and whatever else walks the blocks."""
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,9 +93,9 @@ def test_attention_does_not_leave_a_piece(N, longest):
         torch.testing.assert_close(a, b)
 
 
-def by_edges(q, k, v, cu_q, cu_k, max_q, max_k, window_size, **more):
+def by_edges(q, k, v, cu_q, cu_k, max_q, max_k, window_size, enable_gqa):
     "What FlashAttention gives for tensors of the whole stream [N, H, D]: piece by piece."
-    assert window_size == (-1, 0) and cu_q is cu_k and more in ({}, {"enable_gqa": True})
+    assert window_size == (-1, 0) and cu_q is cu_k and enable_gqa
     pairs = list(zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False))
     assert all(0 <= b - a <= max_q for a, b in pairs)
     return torch.cat([attend(q[None, a:b], k[None, a:b], v[None, a:b])[0] for a, b in pairs if b > a])
@@ -104,7 +106,7 @@ def test_a_model_by_edges_is_the_model_by_bands(monkeypatch):
     model, ids = filled(), documents(2, 24)
     plain = model(ids)
     monkeypatch.setattr(frontier, "takes_edges", lambda *_: True)
-    monkeypatch.setattr(frontier, "varlen_attn", by_edges)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=by_edges))
     torch.testing.assert_close(model(ids), plain)
     monkeypatch.setattr(frontier, "room_for_pieces", lambda *_: int(cut_pieces(ids, 1, 24).number[-1]) + 1)
     torch.testing.assert_close(model(ids), plain)

@@ -203,7 +203,7 @@ def test_what_a_rank_meets_is_named_with_its_line(title, data, tmp_path):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_settings_written_down_are_read_back_to_the_same_bytes(name):
-    "As a run that goes on gets them: wide says 4 for a float, and a file's header has it."
+    "As a run that goes on gets them: pr2135 says 4 for a float, and a file's header has it."
     recipe = find_program(name)
     s = settings_of(recipe, {})
     words = {field: setting_text(value) for field, value in asdict(s).items()}

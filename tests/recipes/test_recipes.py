@@ -1,12 +1,11 @@
 """Recipes as programs: their numbers and words are the recipes', published command lines run, and other words are refused."""
-import json
 from dataclasses import fields
 from importlib import import_module
 
 import pytest
 from oracle.pack import oracle_scripts
 from test_settings import PR549, PR1060, env
-from tiny import TINY, forked_ranks, golfnb, loaded, run_quietly, tiny_data
+from tiny import loaded
 
 from golfnb.model.engine import Ranks
 from golfnb.recipes import difference, figures, program_text
@@ -45,35 +44,11 @@ def test_numbers_and_words_are_those_of_the_recipe(name):
         s.check(world)
 
 
-def test_trellis_is_golf_with_time_kept_back():
-    s, theirs = settings_of("trellis"), settings_of("golf")
-    other = {spec.name for spec in fields(s)} - {spec.name for spec in fields(theirs)}
-    assert other == {"gptq_calib_samples", "gptq_reserve_ms"} and s.train_cap_ms == 592_000 < theirs.train_cap_ms
-    assert all(getattr(s, spec.name) == getattr(theirs, spec.name) for spec in fields(theirs) if spec.name != "recipe")
+def test_a_recipe_that_calibrates_keeps_time_back():
+    assert settings_of("pr2135").train_cap_ms == 592_000 < settings_of("golf").train_cap_ms
     with pytest.raises(GolfError, match="GPTQ_RESERVE_MS"):
-        settings_of("trellis", {"MAX_WALLCLOCK_SECONDS": "8"}).check(8)
-    assert settings_of("trellis", {"MAX_WALLCLOCK_SECONDS": "0"}).train_cap_ms == 0
-
-
-def test_wide_is_trellis_but_for_a_few_numbers():
-    s, theirs = settings_of("wide"), settings_of("trellis")
-    other = {spec.name: getattr(s, spec.name) for spec in fields(s) if getattr(s, spec.name) != getattr(theirs, spec.name)}
-    assert other.pop("bigram_dim") == 128  # of no table
-    assert other == dict(recipe="wide", mlp_mult=4.0, bigram_vocab_size=0, ve_enabled=False, qk_gain_init=5.0, matrix_lr=0.035, muon_momentum=0.97)
-
-
-def test_the_script_of_wide_trains_on_two_ranks_as_the_program_on_one(tmp_path):
-    "NorMuon's state is of each rank's own rows; the file is made of what both measured."
-    given = TINY | tiny_data(tmp_path) | {"RECIPE": "wide", "MODEL_DIM": "48", "ROPE_DIMS": "4", "SMALL_TENSOR": "2000", "GPTQ_CALIB_SAMPLES": "2", "MAX_WALLCLOCK_SECONDS": "0", "TTT_ENABLED": "0", "RUNS_DIR": str(tmp_path / "runs")}
-    alone = run_quietly(PROGRAMS["wide"], given | {"RUN_ID": "alone"})
-    script = tmp_path / "wide.py"
-    assert golfnb("script", "--recipe", "wide", "-o", script, cwd=tmp_path).returncode == 0
-    done = forked_ranks(script, 2, given | {"RUN_ID": "two"}, tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    two = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
-    for name in ("losses", "raw_loss", "ema_loss", "sliding_loss"):
-        assert two[name] == pytest.approx(alone[name], abs=1e-3), name
-    assert (tmp_path / "runs" / "two" / "artifact.golf").is_file()
+        settings_of("pr2135", {"MAX_WALLCLOCK_SECONDS": "8"}).check(8)
+    assert settings_of("pr2135", {"MAX_WALLCLOCK_SECONDS": "0"}).train_cap_ms == 0
 
 
 def test_of_each_word_a_recipe_is_named_that_does_it():

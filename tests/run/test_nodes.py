@@ -66,12 +66,12 @@ needs_nodes = pytest.mark.skipif(not can_make(), reason="network namespaces need
 
 
 def start(nodes: list, nproc: int, folder: Path, *words: str, **env) -> list:
-    "A forked torchrun of node_worker.py on every node, each in its own folder host0, host1, ...; what it says is in its file log."
+    "A forked torchrun on every node, which forks ranks of node_worker.py; each node in its own folder node0, node1, ...; what it says is in its file log."
     jobs = []
     for i, node in enumerate(nodes):
         (here := folder / f"node{i}").mkdir(exist_ok=True)
         words_here = ["-m", "torch.distributed.run", f"--nnodes={len(nodes)}", f"--node_rank={i}", f"--nproc_per_node={nproc}",
-                      "--master_addr=10.77.0.1", "--master_port=29571", str(HERE / "node_worker.py"), *words]
+                      "--master_addr=10.77.0.1", "--master_port=29571", "--start_method=fork", "--run_path", str(HERE / "node_worker.py"), *words]
         with open(here / "log", "w") as log:
             jobs.append(fork_python(words_here, log, log, here, clean_env(**env, GLOO_SOCKET_IFNAME="eth0"), partial(enter_node, node)))
     return jobs

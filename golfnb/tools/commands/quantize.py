@@ -16,7 +16,7 @@ from golfnb.tools.cli import OWN_PROGRAM, arg, command, count
          arg("run_dir", metavar="RUN_DIR", type=Path),
          count("--target-bytes", "at most so many, the script included"),
          arg("--gptq", action="store_true", help="GPTQ, calibrated on DATA_PATH or the run's shards, as "
-             "recipe trellis always is"), OWN_PROGRAM,
+             "recipe pr2135 always is"), OWN_PROGRAM,
          arg("-o", dest="output", metavar="FILE", help="default: RUN_DIR/artifact.requantized.golf"))
 def quantize_command(args) -> int:
     from golfnb.tools.guard import check_output
