@@ -75,6 +75,8 @@ def main():
     asked = asked.parse_args()
     train, val = Text(*asked.train), Text(*asked.val)
     scores = {"plain": val.nats} | ({"adapted": read_nats(asked.adapted)} if asked.adapted else {})
+    for name, nats in scores.items():
+        require(len(nats) == len(val.nats), f"{name}: expected the {len(val.nats):,} targets of {asked.val[1]}, found {len(nats):,}: score the same text")
     samples = {name: [nats.mean()] for name, nats in scores.items()}
     gaps, gains, shares = [], {}, {}
     for by, classes in train.classes.items():

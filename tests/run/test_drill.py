@@ -17,7 +17,7 @@ from golfnb.model.engine import Ranks
 from golfnb.tools.checkpoint import DRILL_CLOCK, Keeper, open_kept
 from golfnb.tools.report import read_file
 from golfnb.tools.drill import SIGNALS, differences, drawn_pairs, drill, half_files
-from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data, waiting, without_torchrun
+from tiny import LOOPS, TINY, clean_env, golfnb, loaded, one_sentence, tiny_data, waiting, without_torchrun
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,6 @@ class Copied:
         if t.steps == self.after:
             next(extra for extra in self.run.extras if isinstance(extra, Keeper)).wait()
             shutil.copytree(self.run.folder, self.to)
-
-
-LOOPS = {"LOOP_START": 0, "LOOP_END": 0, "PARALLEL_START_LAYER": 1}  # of two blocks
 
 
 def test_a_recipe_that_goes_by_the_clock_ends_with_the_same_bytes(data, tmp_path):

@@ -1,12 +1,17 @@
 """The copy mixture: guesses equal to looking at every earlier place, never ahead, and a distribution with the likeliest shares."""
 import random
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from golfnb.score.adapters import document_spans
+from golfnb.settings import GolfError
 from golfnb.studies.copying import continuations, document_gap, fitted_shares, match_classes, mixed_nats, no_guesses, plain_continuations, records
+from golfnb.text.shards import write_shard
+from golfnb.tools.results import read_result
 
 
 def text_of(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -140,3 +145,36 @@ def test_the_interval_is_over_documents():
     assert mean == pytest.approx((after - before).mean())
     assert half == pytest.approx(3.182446 * of_documents.std(ddof=1) / 2, rel=1e-5)
     assert document_gap(before, after, np.array([[0, 7], [7, 60]]))[0] == pytest.approx(mean)
+
+
+def test_the_study_by_hand(tmp_path, monkeypatch):
+    "Shards and arrays, float16 and float32; parts of a table add up to the difference of the mean; what is not whole is named."
+    study = runpy.run_path(str(Path(__file__).parents[1] / "by_hand" / "copy_study.py"))["main"]
+    draw = np.random.default_rng(4)
+    texts = {name: np.concatenate([text_of(seed)[0][:-1] for seed in seeds]) for name, seeds in (("train", range(20)), ("val", range(20, 30)))}
+    write_shard(tmp_path / "train.bin", texts["train"])
+    np.save(tmp_path / "val.npy", texts["val"])
+    for name, dtype in (("train", np.float16), ("val", np.float32)):
+        np.save(tmp_path / f"{name}_nats.npy", draw.exponential(3.0, len(texts[name]) - 1).astype(dtype))
+    np.save(tmp_path / "adapted.npy", 0.9 * np.load(tmp_path / "val_nats.npy"))
+    words = ["study", "try", "a note", "--train", "train.bin", "train_nats.npy", "--val", "val.npy", "val_nats.npy", "--adapted", "adapted.npy", "--folder", "."]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", words)
+    study()
+    found = read_result("try", tmp_path)
+    gaps = {(row["scores"], row["by"]): row["gap"] for row in found["facts"]["gaps"]}
+    for scores in ("plain", "adapted"):
+        assert gaps[scores, "length"] < 0
+        for rows in found["facts"]["tables"].values():
+            assert sum(row["targets"] for row in rows) == pytest.approx(1)
+            assert sum(row[scores] for row in rows) == pytest.approx(gaps[scores, "length, distance, record"])
+    np.save(tmp_path / "val.npy", texts["val"][:-1])
+    with pytest.raises(GolfError, match="val.npy: expected a text .* longer"):
+        study()
+    np.save(tmp_path / "adapted.npy", np.full(3, np.nan))
+    np.save(tmp_path / "val.npy", texts["val"])
+    with pytest.raises(GolfError, match="adapted.npy: expected a finite number"):
+        study()
+    np.save(tmp_path / "adapted.npy", np.ones(3))
+    with pytest.raises(GolfError, match="adapted: expected the .* targets of val_nats.npy, found 3"):
+        study()
