@@ -501,7 +501,8 @@ def weight_chart(counts: dict[str, np.ndarray]) -> Chart:
 # %% ../../nbs/tools/24_report.ipynb #b33a9b4f
 BPB_STAGES = {
     "unigram_bpb": "unigram of the training tokens", "raw_bpb": "raw weights",
-    "ema_bpb": "averaged weights (EMA)", "int6_bpb": "int6 artifact, read back from disk",
+    "ema_bpb": "averaged weights (EMA)", "documents_bpb": "averaged weights, by documents",
+    "int6_bpb": "int6 artifact, read back from disk", "file_documents_bpb": "artifact, by documents",
     "sliding_bpb": "sliding window", "ttt_bpb": "score-first TTT"}
 QUANTILES = {"fastest": 0, "median": 0.5, "9 of 10 within": 0.9, "99 of 100 within": 0.99, "slowest": 1}
 TABLES = {  # unit -> heading of the names, format of the numbers

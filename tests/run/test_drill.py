@@ -18,7 +18,7 @@ from golfnb.tools.checkpoint import DRILL_CLOCK, Keeper, open_kept
 from golfnb.tools.guard import Watcher
 from golfnb.tools.report import read_file
 from golfnb.tools.drill import SIGNALS, differences, drawn_pairs, drill, half_files
-from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data, waiting, without_torchrun
+from tiny import LOOPS, TINY, clean_env, golfnb, loaded, one_sentence, tiny_data, waiting, without_torchrun
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,6 @@ class Stumble(Watcher):
     def after_step(self, t):
         if t.steps == 20:
             next(iter(t.engine.parts[0].state.values())).add_(1)
-
-
-LOOPS = {"LOOP_START": 0, "LOOP_END": 0, "PARALLEL_START_LAYER": 1}  # of two blocks
 
 
 def test_a_recipe_that_goes_by_the_clock_ends_with_the_same_bytes(data, tmp_path):
