@@ -42,7 +42,7 @@ from ..text.bpb import document_mark, load_tokenizer, tokenizer_hash
 from ..model.golf import load_named, take_order
 from ..model.engine import Ranks
 from .launcher import lacks_memory
-from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, program_sha256,
+from .programs import (DEFAULT_RECIPE, GONE, RECIPES, every_setting, find_program, program_sha256,
                                    recipe_program, settings_of)
 from .sampling import generate
 from ..settings import GolfError, printable, read_json, reading, settings_from
@@ -196,6 +196,7 @@ def program_of(meta: dict, named: str | None, file: Path) -> ModuleType:
     "The program that made a file: the recipe's in its `meta`, or the one of your own that is named. Raises GolfError."
     recipe = str(meta.get("recipe", DEFAULT_RECIPE))
     if not named:
+        recipe = GONE.get(recipe, recipe)
         if recipe not in RECIPES:
             raise GolfError(f"{file} is of a program of your own, {printable(recipe)}: give its file with --program")
         return recipe_program(recipe)
