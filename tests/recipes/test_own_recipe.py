@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from forked import fork_judged
-from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun, without_torchrun
+from tiny import TINY, clean_env, forked_ranks, golfnb, one_sentence, tiny_data, without_torchrun
 
 from golfnb.tools.programs import RECIPES
 
@@ -187,7 +187,7 @@ def test_its_script_gives_the_same_losses(place):
     root, data = place
     assert golfnb("script", "mine.py", "--pack", "-o", "alone/train_gpt.py", cwd=root).returncode == 0
     settings = dict(word.split("=", 1) for word in [*WORDS, *data])
-    done = torchrun(root / "alone" / "train_gpt.py", 1, settings | {"RUN_ID": "a", "RISE": "2", "GAIN": "0.5"}, root / "alone")
+    done = forked_ranks(root / "alone" / "train_gpt.py", 1, settings | {"RUN_ID": "a", "RISE": "2", "GAIN": "0.5"}, root / "alone")
     assert done.returncode == 0, done.stderr[-2000:]
     ours, theirs = summary(root / "alone/runs/a"), summary(root / "runs/a")
     assert ours["losses"] == theirs["losses"] and ours["ttt_bpb"] == theirs["ttt_bpb"]
