@@ -249,7 +249,7 @@ def check_blocks(s, header: dict):
         raise GolfError(f"its settings must ask for at most {most} blocks, found NUM_LAYERS={blocks} for "
                         f"{len(header['tensors'])} tensors: it was not written by this program")
 
-
+# %% ../../nbs/tools/24_report.ipynb #573bf68b
 def built(program: ModuleType, s, file: Path, ranks: Ranks):
     """What a program builds with settings `s`, which are a file's; a file is held against its settings first.
 
