@@ -102,7 +102,7 @@ def phase_of(folder: Path, seen: int) -> str:
     fresh = events.read_bytes()[seen:].decode() if events.exists() else ""
     if '"name": "building"' not in fresh:
         return "starting"
-    if "sliding_bpb" in summary:
+    if '"name": "scoring"' in fresh:
         return "adapting"
     if "artifact_bytes" in summary:
         return "scoring"
