@@ -23,7 +23,8 @@ TINY = {
 
 LOOPS = {"LOOP_START": "0", "LOOP_END": "0", "PARALLEL_START_LAYER": "1"}  # of a model of whole documents, with two blocks
 ADAPTERS = {"TTT_CHUNK_SIZE": "16", "TTT_BATCH_SIZE": "16", "TTT_LORA_RANK": "4", "TTT_LORA_LR": "0.01"}  # of a recipe that adapts by documents
-MORE = {"pr2135": LOOPS, "record": LOOPS | ADAPTERS}  # what else a recipe needs to be so small
+ON_TRELLIS = LOOPS | {"SMALL_TENSOR": "1000"}  # matrices as small as 32 x 32 too
+MORE = {"pr2135": ON_TRELLIS, "record": ON_TRELLIS | ADAPTERS}  # what else a recipe needs to be so small
 
 
 @cache
