@@ -1599,6 +1599,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                        'golfnb.recipes.record.data': ('recipes/record.html#data', 'golfnb/recipes/record.py'),
                                        'golfnb.recipes.record.document_score': ( 'recipes/record.html#document_score',
                                                                                  'golfnb/recipes/record.py'),
+                                       'golfnb.recipes.record.growing_loss': ( 'recipes/record.html#growing_loss',
+                                                                               'golfnb/recipes/record.py'),
                                        'golfnb.recipes.record.main': ('recipes/record.html#main', 'golfnb/recipes/record.py'),
                                        'golfnb.recipes.record.order': ('recipes/record.html#order', 'golfnb/recipes/record.py'),
                                        'golfnb.recipes.record.pack': ('recipes/record.html#pack', 'golfnb/recipes/record.py'),

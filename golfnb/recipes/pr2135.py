@@ -82,8 +82,8 @@ OWN = dict(recipe="pr2135", iterations=20_000, vocab_size=8192, mlp_mult=4, bigr
            ve_enabled=False, xsa_last_n=11, rope_train_len=2**30, qk_gain_init=5.0,
            ema_decay=0.9965, matrix_lr=0.028, muon_wd=0.095, muon_momentum=0.97,
            tied_embed_lr=0.03, scalar_lr=0.02, adam_wd=0.02, beta2=0.99,
-           eval_seq_len=2560, gptq_calib_samples=20, gptq_reserve_ms=8000.0)
-CALIBRATION_ROWS = 16  # of a batch: its backward pass keeps what kernels would not
+           eval_seq_len=2560, gptq_calib_samples=80, gptq_reserve_ms=8000.0)
+CALIBRATION_ROWS = 4  # of a batch: its backward pass keeps what kernels would not
 CODEC = Quick()
 ADAPT = score_first  # test-time training
 

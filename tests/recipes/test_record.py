@@ -4,9 +4,14 @@ import re
 from dataclasses import fields
 
 import pytest
+import torch
 from test_pr2135 import life, tiny
 from tiny import ADAPTERS, forked_words
 
+from golfnb.model import frontier
+from golfnb.model.golf import init_model, load_named, named_state
+from golfnb.model.layers import softcap_loss
+from golfnb.model.layout import mlp_in_one_bank
 from golfnb.recipes import pr2135, record
 from golfnb.score.adapters import AdapterSettings
 from golfnb.score.ttt import TttSettings
@@ -27,11 +32,28 @@ def test_it_trains_and_packs_as_pr2135():
     both = {spec.name for spec in fields(ours)} & {spec.name for spec in fields(theirs)}
     assert {spec.name for spec in fields(ours)} - both <= own and {spec.name for spec in fields(theirs)} - both <= {spec.name for spec in fields(TttSettings)}
     assert {name for name in both if getattr(ours, name) != getattr(theirs, name)} == {"recipe", "eval_stride"}
-    for name in ("Parts", "build", "order", "data", "step", "LongAtLast", "pack", "document_score", "main"):
+    assert inspect.getsource(record.build).replace("growing_loss", "stream_loss") == inspect.getsource(pr2135.build)
+    for name in ("Parts", "order", "data", "step", "LongAtLast", "pack", "document_score", "main"):
         assert inspect.getsource(getattr(record, name)) == inspect.getsource(getattr(pr2135, name)), name
     for world in (1, 2, 4, 8):
         ours.check(world)
     assert ours.tokens_adapted(8) == ours.ttt_batch_size * ours.ttt_chunk_size
+
+
+def test_documents_are_longer_once_blocks_run_again():
+    s = settings_of(MODEL_DIM="32", NUM_LAYERS="2", NUM_HEADS="2", NUM_KV_HEADS="1", ROPE_DIMS="4", VOCAB_SIZE="64", LOOP_START="0", LOOP_END="0", PARALLEL_START_LAYER="1")
+    g = torch.Generator().manual_seed(3)
+    model = frontier.Frontier(s, mlp_in_one_bank(s, 1))
+    init_model(model, s, 1, frontier.frontier_draws)
+    load_named(model, {name: w + 0.1 * torch.randn(w.shape, generator=g) for name, w in named_state(model).items()})
+    ids, targets = torch.randint(4, 64, (2, 1, 2100), generator=g)
+    loss = record.growing_loss(model, model.cap, softcap_loss)
+    for order, longest in ((tuple(range(2)), 1024), (frontier.long_order(s), 3072)):
+        model.order = order
+        with torch.no_grad():
+            logits = model(ids.view(1, -1), longest=longest)
+            assert torch.equal(loss(ids, targets), softcap_loss(logits, targets.view(1, -1), model.cap))
+            assert not torch.equal(logits, model(ids.view(1, -1), longest=2048)), "as pr2135 cuts them"
 
 
 @pytest.mark.parametrize("wrong", [{"TTT_CHUNK_SIZE": "2000"}, {"TTT_FORM": "chunks"}, {"EVAL_SEQ_LEN": "2048"}])
