@@ -280,7 +280,7 @@ PUBLISHED = {  # published word -> value -> a recipe whose program does it
     "CODEC": {"lzma": "pr549", "best": "golf"},
     "USE_GPTQ": {"0": "pr549", "1": "pr1060"},
     "TTT_ENABLED": {"0": "pr399", "1": "pr549"},
-    "TTT_FORM": {"chunks": "pr549"},
+    "TTT_FORM": {"chunks": "pr549", "adapters": "record"},
     "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
     "TTT_FREEZE_SCOPE": {"all": "pr726"},
     "CASEOPS_ENABLED": {"0": "pr2135"},

@@ -1,4 +1,4 @@
-# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 76a8b1d77a3fec00
+# pr549.py with what it uses of golfnb (Apache-2.0), made: do not edit | source 062d64c818f33133
 # torchrun --standalone --nproc_per_node=8 SCRIPT   (settings are environment variables)
 import ctypes, os
 from contextlib import suppress
@@ -315,7 +315,7 @@ PUBLISHED = {  # published word -> value -> a recipe whose program does it
     "CODEC": {"lzma": "pr549", "best": "golf"},
     "USE_GPTQ": {"0": "pr549", "1": "pr1060"},
     "TTT_ENABLED": {"0": "pr399", "1": "pr549"},
-    "TTT_FORM": {"chunks": "pr549"},
+    "TTT_FORM": {"chunks": "pr549", "adapters": "record"},
     "TTT_FREEZE_BLOCKS": {"0": "pr549", "2": "pr726"},
     "TTT_FREEZE_SCOPE": {"all": "pr726"},
     "CASEOPS_ENABLED": {"0": "pr2135"},
@@ -4812,9 +4812,14 @@ class Ledger:
 
 
 @dataclass
-class TttSettings(EvalSettings, ComputeSettings):
-    "Legal score-first test-time training."
+class AdaptSettings(EvalSettings):
+    "Whether a run adapts, in whatever way."
     ttt_enabled: bool = setting(True, "adapt while scoring, after the plain scores: 0 or 1")
+
+
+@dataclass
+class TttSettings(AdaptSettings, ComputeSettings):
+    "Legal score-first test-time training."
     ttt_lr: float = setting(0.002, "SGD rate at the first chunk, cosine to 0: per step",
                             bounds=">= 0")
     ttt_epochs: int = setting(3, "passes over a chunk once it is scored: passes",

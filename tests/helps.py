@@ -1,6 +1,7 @@
 """The lists that helps of the command line print, written when the modules are: their sources import torch, a help does not.
 
-    python tests/helps.py FOLDER    train.txt, recipes.txt, bench.txt and study.txt in the helps of the package's folder
+    python tests/helps.py FOLDER SCRIPT    train.txt, recipes.txt, bench.txt and study.txt in the helps of the package's folder,
+                                           and the script of pr549, in the same process: torch is imported once
 """
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from golfnb import settings
 from golfnb.studies.bench import BENCHES, bench_function
 from golfnb.studies.harness import STUDIES
+from golfnb.tools.cli import main_cli
 from golfnb.tools.programs import RECIPES, recipe_program, setting_groups
 
 
@@ -66,3 +68,4 @@ def write(package: Path) -> None:
 
 if __name__ == "__main__":
     write(Path(sys.argv[1]))
+    raise SystemExit(main_cli(["script", "--recipe", "pr549", "-o", sys.argv[2]]))

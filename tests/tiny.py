@@ -21,6 +21,11 @@ TINY = {
     "TTT_CHUNK_TOKENS": "1024", "TTT_EPOCHS": "1", "TTT_BATCH_SEQS": "32", "LATE_QAT_THRESHOLD": "0.9", "SMALL_TENSOR": "4096",
 }
 
+LOOPS = {"LOOP_START": "0", "LOOP_END": "0", "PARALLEL_START_LAYER": "1"}  # of a model of whole documents, with two blocks
+ADAPTERS = {"TTT_CHUNK_SIZE": "16", "TTT_BATCH_SIZE": "16", "TTT_LORA_RANK": "4", "TTT_LORA_LR": "0.01"}  # of a recipe that adapts by documents
+ON_TRELLIS = LOOPS | {"SMALL_TENSOR": "1000"}  # matrices as small as 32 x 32 too
+MORE = {"pr2135": ON_TRELLIS, "record": ON_TRELLIS | ADAPTERS}  # what else a recipe needs to be so small
+
 
 @cache
 def built_data() -> tempfile.TemporaryDirectory:

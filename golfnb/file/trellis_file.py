@@ -129,7 +129,7 @@ def trellis_names(forms: Mapping[str, tuple]) -> list[str]:
             f"height counted once, found {heights:,}: the file was not made by golfnb")
     return names
 
-
+# %% ../../nbs/story/10d_trellis_file.ipynb #433cb46f
 def without_parts(forms: Mapping[str, tuple]) -> dict[str, tuple]:
     "Tensors, name -> (kind, shape), as a model knows them. Raises GolfError as `trellis_names`."
     names = trellis_names(forms)

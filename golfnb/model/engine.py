@@ -10,7 +10,8 @@ __all__ = ['CONTROL_SCALARS', 'Ranks', 'start_ranks', 'stop_ranks', 'gather_into
            'nesterov_kernel', 'nesterov_kernels', 'master_kernel', 'master_kernels', 'FlatGroup',
            'adamw_step', 'AdamW', 'record_graph', 'CudaGraphed', 'Engine', 'flat_groups', 'Clip',
            'NoClip', 'squared_norm', 'set_scalar', 'clip_coef', 'clip_each', 'clip_mean',
-           'ClipMean', 'ClipEach', 'Inside', 'Crossing', 'inside_node', 'EngineSettings']
+           'ClipMean', 'ClipEach', 'Inside', 'Crossing', 'inside_node', 'EngineSettings',
+           'TableSettings']
 
 # %% ../../nbs/story/07b_engine.ipynb #ef592cd3
 import gc
@@ -881,3 +882,10 @@ class EngineSettings(BaseSettings):
     adam_eps: float = setting(1e-8, "AdamW epsilon: number", bounds="> 0")
     grad_clip_norm: float = setting(0.3, "largest norm of the gradient; 0: any: L2 norm",
                                     bounds=">= 0")
+
+
+@dataclass
+class TableSettings(EngineSettings):
+    "For an `AdamW` whose tables have a decay of their own."
+    embed_wd: float = setting(0.085, "weight decay of the tables: per unit of learning rate",
+                              bounds=">= 0")

@@ -15,7 +15,7 @@ from ..file.artifact import ArtifactSettings, Quick, unpack_bytes
 from ..file.quantize import QuantSettings
 from ..file.trellis_file import dequantize_trellis
 from ..model.bank_rule import BankRule
-from ..model.engine import AdamW, ClipEach, Engine, EngineSettings, Ranks
+from ..model.engine import AdamW, ClipEach, Engine, Ranks, TableSettings
 from ..model.frontier import (
     Frontier,
     FrontierSettings,
@@ -52,22 +52,20 @@ from ..run.train import (
 )
 from ..score.evaluate import plain_loss
 from ..score.ttt import TttSettings, score_first
-from ..settings import require, setting
+from ..settings import require
 from ..text.loader import Loader, LoaderSettings, grad_accum
 from ..text.shards import BOS_ID
 from ..text.spans import SpanSampler
 
 # %% ../../nbs/recipes/pr2135.ipynb #7e6b4ab2
 @dataclass
-class Settings(RunSettings, LoaderSettings, FrontierSettings, EngineSettings, FlooredSettings,
+class Settings(RunSettings, LoaderSettings, FrontierSettings, TableSettings, FlooredSettings,
                ArtifactSettings, QuantSettings, TttSettings):
     "Every number of this recipe."
     WORDS = ("LOADER=spans PLAN=shared_mlp LINKS=flat CLIP=local AVERAGING=ema "
              "EMA_ENABLED=1 SCALE_FLOOR=0 TTT_FORM=chunks TTT_FREEZE_BLOCKS=0 CASEOPS_ENABLED=0 "
              "NGRAM_TILT_ENABLED=0 SPARSE_ATTN_GATE_ENABLED=1 SMEAR_GATE_ENABLED=1 "
              "SMEAR_GATE_BOS_FIX=0 SKIP_GATES_ENABLED=1 MUON_ROW_NORMALIZE=1")
-    embed_wd: float = setting(0.085, "weight decay of the tables: per unit of learning rate",
-                              bounds=">= 0")
 
     @property
     def train_cap_ms(self) -> float:
@@ -84,8 +82,8 @@ OWN = dict(recipe="pr2135", iterations=20_000, vocab_size=8192, mlp_mult=4, bigr
            ve_enabled=False, xsa_last_n=11, rope_train_len=2**30, qk_gain_init=5.0,
            ema_decay=0.9965, matrix_lr=0.028, muon_wd=0.095, muon_momentum=0.97,
            tied_embed_lr=0.03, scalar_lr=0.02, adam_wd=0.02, beta2=0.99,
-           eval_seq_len=2560, gptq_calib_samples=20, gptq_reserve_ms=8000.0)
-CALIBRATION_ROWS = 16  # of a batch: its backward pass keeps what kernels would not
+           eval_seq_len=2560, gptq_calib_samples=80, gptq_reserve_ms=8000.0)
+CALIBRATION_ROWS = 4  # of a batch: its backward pass keeps what kernels would not
 CODEC = Quick()
 ADAPT = score_first  # test-time training
 

@@ -44,6 +44,10 @@ class AdapterSettings(EvalSettings, ComputeSettings):
     ttt_batch_size: int = setting(64, "documents adapted side by side, per rank: documents",
                                   bounds="> 0")
 
+    def tokens_adapted(self, world: int) -> int:
+        "Tokens of a rank in one update, those of all its slots."
+        return self.ttt_batch_size * self.ttt_chunk_size
+
 # %% ../../nbs/story/13b_adapters.ipynb #7202c743
 def adapter_rules(cfg: AdapterSettings) -> Rules:
     "A chunk fits into half a row."

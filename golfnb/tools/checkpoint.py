@@ -9,7 +9,7 @@ __all__ = ['SHARED', 'FACTS', 'STOPPED_BY', 'CHECKPOINT', 'HALF_WRITTEN', 'LATE_
            'NOTES_FORMAT', 'MAY_DIFFER', 'TRACES', 'DRILL_CLOCK', 'named_tensors', 'by_matrix',
            'frozen_clips', 'plain_facts', 'Stopped', 'Keeper', 'clear_checkpoints', 'ShardHashes',
            'Progress', 'check_same', 'load_program', 'read_keeping', 'run_state', 'open_folder',
-           'functions_of', 'StepClock', 'use_step_clock', 'open_kept', 'read_script']
+           'functions_of', 'StepClock', 'StateSums', 'use_step_clock', 'open_kept', 'read_script']
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #bb403a85
 #| eval: false
@@ -773,11 +773,27 @@ class StepClock(Watcher):
         self.seconds += 1 / 16
 
 
+class StateSums(Watcher):
+    "Leaves the SHA-256 of this rank's masters, momenta and averages when training has ended."
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def after_training(self, t: "Trainer"):
+        "Write them down, by name."
+        sums = {}
+        for name, tensor in named_tensors(t).items():
+            data = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+            sums[name] = hashlib.sha256(data.tobytes()).hexdigest()
+        atomic_write(self.path, json.dumps(sums, indent=1) + "\n")
+
+
 def use_step_clock(run: "Run"):
     "Let a run go by the clock of drills, and say so in its log."
     clock = StepClock()
     run.now = clock.now
-    run.extras.append(clock)  # before the keeper: a checkpoint holds the time after its step
+    sums = StateSums(run.folder / f"states-{run.ranks.rank}.json")
+    run.extras += [clock, sums]  # before the keeper: a checkpoint holds the time after its step
     run.log.line(f"note: {DRILL_CLOCK} is set: a step counts as a sixteenth of a second, however long it takes")
 
 # %% ../../nbs/tools/22_checkpoint.ipynb #c2de22b2

@@ -32,7 +32,8 @@ SMALL = dict(
     NUM_LAYERS=2, VE_LAYERS=1, XSA_LAST_N=1, MODEL_DIM=64, NUM_HEADS=2, NUM_KV_HEADS=1, VOCAB_SIZE=1024,
     LOOP_START=0, LOOP_END=0, PARALLEL_START_LAYER=1,
     TRAIN_SEQ_LEN=64, EVAL_SEQ_LEN=64, EVAL_STRIDE=64, TRAIN_BATCH_TOKENS=1024, ITERATIONS=120, EMA_DECAY=0.9,
-    WARMDOWN_ITERS=80, WARMUP_STEPS=2, TTT_CHUNK_TOKENS=8192, TTT_EPOCHS=1, SMALL_TENSOR=2048,
+    WARMDOWN_ITERS=80, WARMUP_STEPS=2, TTT_CHUNK_TOKENS=8192, TTT_EPOCHS=1, TTT_CHUNK_SIZE=32,
+    SMALL_TENSOR=2048,
     MAX_WALLCLOCK_SECONDS=5, GPTQ_RESERVE_MS=1000)
 PHASES = ("starting", "training", "packing", "scoring", "adapting")
 VICTIMS = ("rank 0", "rank 1", "torchrun", "golfnb")
@@ -101,7 +102,7 @@ def phase_of(folder: Path, seen: int) -> str:
     fresh = events.read_bytes()[seen:].decode() if events.exists() else ""
     if '"name": "building"' not in fresh:
         return "starting"
-    if "sliding_bpb" in summary:
+    if '"name": "scoring"' in fresh:
         return "adapting"
     if "artifact_bytes" in summary:
         return "scoring"

@@ -34,7 +34,8 @@ from .report import read_file
 # %% ../../nbs/tools/28c_hub.ipynb #2ef6bd59
 RUN_FILES = ("artifact.golf", "summary.json", "train_gpt.py")
 SCORES = {  # of a summary: what they are scores of
-    "int6": "plain rows of the file's weights", "sliding": "sliding windows",
+    "int6": "plain rows of the file's weights",
+    "file_documents": "documents from their beginning", "sliding": "sliding windows",
     "ttt": "with test-time training, each token scored before it is trained on"}
 
 

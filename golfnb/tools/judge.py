@@ -135,6 +135,7 @@ def watch_process(noted: set) -> None:
         elif event in OUTWARD:
             noted.add((opener(), OUTWARD[event], str(args)[:200]))
 
+    tempfile.gettempdir()  # who asks first tries the place with a file
     sys.addaudithook(hook)
 
 # %% ../../nbs/tools/28b_judge.ipynb #d918c5d7

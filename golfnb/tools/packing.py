@@ -39,6 +39,7 @@ from ..file.quantize import (
 )
 from golfnb.run.run import count_tokens
 from golfnb.text.shards import atomic_write, find_shards
+from golfnb.tools.programs import check_gone
 from golfnb.tools.report import built, program_of, run_settings, run_table
 from golfnb.tools.scoring import check_cut_by, next_score, settings_source
 from golfnb.tools.watch import Bar
@@ -142,6 +143,7 @@ def pack_again(run_dir: Path, out: Path, own: str | None, target_bytes: int | No
     script = run_dir / "train_gpt.py"
     over_path(out)
     meta, named = load_weights(weights)
+    check_gone(str(meta.get("recipe")))
     program = program_of(meta, own, weights)
     s = run_settings(program, weights, meta)
     s.data_path = os.environ.get("DATA_PATH", s.data_path)

@@ -42,7 +42,7 @@ from ..text.bpb import document_mark, load_tokenizer, tokenizer_hash
 from ..model.golf import load_named, take_order
 from ..model.engine import Ranks
 from .launcher import lacks_memory
-from .programs import (DEFAULT_RECIPE, RECIPES, every_setting, find_program, program_sha256,
+from .programs import (DEFAULT_RECIPE, GONE, RECIPES, every_setting, find_program, program_sha256,
                                    recipe_program, settings_of)
 from .sampling import generate
 from ..settings import GolfError, printable, read_json, reading, settings_from
@@ -196,6 +196,7 @@ def program_of(meta: dict, named: str | None, file: Path) -> ModuleType:
     "The program that made a file: the recipe's in its `meta`, or the one of your own that is named. Raises GolfError."
     recipe = str(meta.get("recipe", DEFAULT_RECIPE))
     if not named:
+        recipe = GONE.get(recipe, recipe)
         if recipe not in RECIPES:
             raise GolfError(f"{file} is of a program of your own, {printable(recipe)}: give its file with --program")
         return recipe_program(recipe)
@@ -248,7 +249,7 @@ def check_blocks(s, header: dict):
         raise GolfError(f"its settings must ask for at most {most} blocks, found NUM_LAYERS={blocks} for "
                         f"{len(header['tensors'])} tensors: it was not written by this program")
 
-
+# %% ../../nbs/tools/24_report.ipynb #573bf68b
 def built(program: ModuleType, s, file: Path, ranks: Ranks):
     """What a program builds with settings `s`, which are a file's; a file is held against its settings first.
 
@@ -501,7 +502,8 @@ def weight_chart(counts: dict[str, np.ndarray]) -> Chart:
 # %% ../../nbs/tools/24_report.ipynb #b33a9b4f
 BPB_STAGES = {
     "unigram_bpb": "unigram of the training tokens", "raw_bpb": "raw weights",
-    "ema_bpb": "averaged weights (EMA)", "int6_bpb": "int6 artifact, read back from disk",
+    "ema_bpb": "averaged weights (EMA)", "documents_bpb": "averaged weights, by documents",
+    "int6_bpb": "int6 artifact, read back from disk", "file_documents_bpb": "artifact, by documents",
     "sliding_bpb": "sliding window", "ttt_bpb": "score-first TTT"}
 QUANTILES = {"fastest": 0, "median": 0.5, "9 of 10 within": 0.9, "99 of 100 within": 0.99, "slowest": 1}
 TABLES = {  # unit -> heading of the names, format of the numbers

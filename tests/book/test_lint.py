@@ -17,9 +17,9 @@ def ruff(*words: str, text: str | None = None) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
 
 
-def pyright(config: Path) -> subprocess.CompletedProcess:
-    command = [BIN / "basedpyright", "--pythonpath", sys.executable, "-p", config]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def pyright(config: Path) -> dict:
+    command = [BIN / "basedpyright", "--pythonpath", sys.executable, "--outputjson", "-p", config]
+    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout)
 
 
 @pytest.mark.parametrize("tool", ["ruff", "basedpyright"])
@@ -51,21 +51,28 @@ def test_no_file_is_excused():
     assert "ignore" not in json.loads(CONFIG.read_text())
 
 
-def test_pyright_finds_nothing():
-    done = pyright(CONFIG)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+PLANTED = """from golfnb.model.engine import Engine
+
+def use(engine: Engine) -> str:
+    engine.finish(1.0)
+    engine.finnish()
+    return engine.tensors()
+"""
 
 
-def test_pyright_finds_what_is_planted(tmp_path):
-    (tmp_path / "planted.py").write_text(
-        "from golfnb.model.engine import Engine\n\n"
-        "def use(engine: Engine) -> str:\n"
-        "    engine.finish(1.0)\n"
-        "    engine.finnish()\n"
-        "    return engine.tensors()\n")
-    config = json.loads(CONFIG.read_text()) | {"include": ["planted.py"], "extraPaths": [str(ROOT)]}
+def test_pyright_finds_what_is_planted_and_nothing_else(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    config = json.loads(CONFIG.read_text()) | {"extraPaths": [str(ROOT)]}
+    for name in ("include", "exclude"):
+        config[name] = [str(ROOT / path) for path in config[name]]
+    config["include"].append(str(tmp_path / "planted.py"))
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
-    done = pyright(tmp_path / "pyrightconfig.json")
-    assert done.returncode == 1
-    assert "planted.py:5" in done.stdout and "finnish" in done.stdout
-    assert "planted.py:6" in done.stdout and "planted.py:4" not in done.stdout
+    said = pyright(tmp_path / "pyrightconfig.json")
+    found = {}
+    for d in said["generalDiagnostics"]:
+        found[Path(d["file"]).name, d["range"]["start"]["line"] + 1] = d["message"]
+    assert set(found) == {("planted.py", 5), ("planted.py", 6)}, found
+    assert "finnish" in found["planted.py", 5]
+    ours = [path for path in (ROOT / "golfnb").rglob("*.py")
+            if path.stem not in ("train_gpt", "_modidx")]
+    assert said["summary"]["filesAnalyzed"] == len(ours) + 2  # planted.py and tests/consumer.py

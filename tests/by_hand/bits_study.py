@@ -7,7 +7,7 @@ ITERATIONS=1500 WARMDOWN_ITERS=600 MAX_WALLCLOCK_SECONDS=0 TRAIN_BATCH_TOKENS=19
 line for each way and size, and writes the samples that nbs/results/bits_*.json hold: loss and KL
 to the unquantized model on the validation text, in nats a token, with quantiles over documents;
 "choice", the KL of every second document, is for choosing between ways, and what is "judged" is
-of the others. The last way is golfnb.file.bits as recipe `trellis` has it, in a real file. WAYs that
+of the others. The last way is golfnb.file.bits as recipe `pr2135` has it, in a real file. WAYs that
 are named are the only ones. Needs a GPU: about 7 minutes on an H100.
 """
 
@@ -546,7 +546,7 @@ class Scorer:
 
 
 class Product:
-    "golfnb.file.bits: sensitivities, steps, trellis and file of recipe `trellis`."
+    "golfnb.file.bits: sensitivities, steps, trellis and file of recipe `pr2135`."
 
     def __init__(self, model, meta, named, batches, device):
         self.named, self.meta, self.ranks = named, meta, Ranks(0, 1, device)

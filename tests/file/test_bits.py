@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked import fork_processes
-from tiny import TINY, golfnb, run_quietly, tiny_data, torchrun
+from tiny import TINY, forked_ranks, golfnb, run_quietly, tiny_data
 
 import golfnb.model.golf as model_module
 from golfnb.file.artifact import Best, load_artifact, load_model, pack_bytes, save_artifact
@@ -500,7 +500,7 @@ def test_the_recipe_fills_its_file_and_its_script_does_the_same(tmp_path):
     assert (tmp_path / "again.golf").read_bytes() == data, "no clock runs there: measured on as many batches"
     script = tmp_path / "pr2135.py"
     assert golfnb("script", "--recipe", "pr2135", "-o", script, cwd=tmp_path).returncode == 0
-    done = torchrun(script, 1, env | {"RUN_ID": "s", "TARGET_BYTES": str(target + script.stat().st_size)}, tmp_path)
+    done = forked_ranks(script, 1, env | {"RUN_ID": "s", "TARGET_BYTES": str(target + script.stat().st_size)}, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "runs" / "s" / "artifact.golf").read_bytes() == data
     assert "over_budget" in run_quietly(pr2135, env | {"RUN_ID": "over", "TARGET_BYTES": "1000"})

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny import TINY, clean_env, golfnb, tiny_data
+from tiny import TINY, clean_env, golfnb, tiny_data, without_torchrun
 
 from golfnb.tools.joiner import join_program, pack_program
 from golfnb.tools.programs import copied_program, program_sha256
@@ -95,7 +95,7 @@ def test_workers_that_a_run_spawns_find_the_files(tmp_path):
     text = copied_program("demo", "mine").replace("def data(run: Run) -> Loader:\n", WORKS, 1)
     put(tmp_path, {"mine.py": text.replace("from functools import partial\n", "from functools import partial\nfrom torch.utils.data import DataLoader\nfrom parts import Rows\n", 1), "parts.py": PARTS})
     words = [f"{k}={v}" for k, v in (TINY | tiny_data(tmp_path) | {"RUN_ID": "a", "ITERATIONS": "2", "WARMDOWN_ITERS": "1", "TTT_ENABLED": "0"}).items() if k != "RECIPE"]
-    done = golfnb("train", "mine.py", "--nproc", 1, *words, cwd=tmp_path)
+    done = without_torchrun("train", "mine.py", "--nproc", 1, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     done = golfnb("score", "runs/a", "--audit", "--program", "mine.py", cwd=tmp_path)
     assert "rows that training reads are not validation text" in done.stdout, done.stderr

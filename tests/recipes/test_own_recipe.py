@@ -1,25 +1,23 @@
 """A recipe of one's own: copied, edited, trained, resumed, scored, packed, joined; and refused where it is not what made a file."""
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from forked import fork_judged
-from tiny import TINY, clean_env, golfnb, one_sentence, tiny_data, torchrun, without_torchrun
+from tiny import TINY, clean_env, forked_ranks, golfnb, one_sentence, tiny_data, without_torchrun
 
 from golfnb.tools.programs import RECIPES
 
 WORDS = [f"{name}={value}" for name, value in TINY.items() if name != "RECIPE"]
 ACTS = '''"""Parts that golfnb has not."""
 import bz2
-import time
+import os
+import signal
 
 import torch.nn.functional as F
 
@@ -49,18 +47,19 @@ class SlowSkips(SigmoidSkips):
     word = "slow"
 
 
-def after_a_pause(rate, seconds):
-    "The rate, a little later: a run that lasts, and costs nothing."
-    time.sleep(seconds)
+def stopped_if_asked(rate, step):
+    "The rate; a file `stop` in the folder ends the run in a step, as its user would."
+    if step == 5 and os.path.exists("stop"):
+        os.kill(os.getpid(), signal.SIGTERM)
     return rate
 '''
-EDITS = (("from golfnb.text.loader import", "from acts import Bzip, SlowSkips, after_a_pause, squared_gelu\nfrom golfnb.text.loader import"), ("s.attention, skips())", "s.attention, skips(), partial(squared_gelu, gain=s.gain))"),
+EDITS = (("from golfnb.text.loader import", "from acts import Bzip, SlowSkips, squared_gelu, stopped_if_asked\nfrom golfnb.text.loader import"), ("s.attention, skips())", "s.attention, skips(), partial(squared_gelu, gain=s.gain))"),
          ("          skips=SigmoidSkips)", "          skips=SlowSkips)"), ("import Golf, ModelSettings, SigmoidSkips, init_model", "import Golf, ModelSettings, init_model"),
          ("Muon(s.matrix_lr, s.muon_wd, orthogonalize, s.muon_backend_steps)", "BankRule(NorMuonRule(), s.matrix_lr, s.muon_wd, beta2=0.9)"),
          ("EngineSettings, Muon, Ranks", "EngineSettings, Ranks"), ("from golfnb.run.run import", "from golfnb.model.bank_rule import BankRule\nfrom golfnb.muon.rules import NorMuonRule\nfrom golfnb.run.run import"),
          ("CODEC = Best()", "CODEC = Bzip()"), ("import ArtifactSettings, Best, unpack_bytes", "import ArtifactSettings, unpack_bytes"),
-         ('    "Every number of this recipe."\n', '    "Every number of this recipe."\n    rise: int = setting(3, "steps over which the rate rises: steps", bounds="> 0")\n    gain: float = setting(1.0, "of the activation: factor")\n    pause: float = setting(0.0, "before a step: seconds", bounds=">= 0")\n'), ("from golfnb.score.ttt import", "from golfnb.settings import setting\nfrom golfnb.score.ttt import"),
-         ("    rate = lr_schedule(t.settings, t.steps, control[0])\n", "    rate = lr_schedule(t.settings, t.steps, control[0]) * min(1.0, (t.steps + 1) / t.settings.rise)\n    rate = after_a_pause(rate, t.settings.pause)\n"))
+         ('    "Every number of this recipe."\n', '    "Every number of this recipe."\n    rise: int = setting(3, "steps over which the rate rises: steps", bounds="> 0")\n    gain: float = setting(1.0, "of the activation: factor")\n'), ("from golfnb.score.ttt import", "from golfnb.settings import setting\nfrom golfnb.score.ttt import"),
+         ("    rate = lr_schedule(t.settings, t.steps, control[0])\n", "    rate = lr_schedule(t.settings, t.steps, control[0]) * min(1.0, (t.steps + 1) / t.settings.rise)\n    rate = stopped_if_asked(rate, t.steps)\n"))
 
 
 def edited(text: str) -> str:
@@ -188,24 +187,19 @@ def test_its_script_gives_the_same_losses(place):
     root, data = place
     assert golfnb("script", "mine.py", "--pack", "-o", "alone/train_gpt.py", cwd=root).returncode == 0
     settings = dict(word.split("=", 1) for word in [*WORDS, *data])
-    done = torchrun(root / "alone" / "train_gpt.py", 1, settings | {"RUN_ID": "a", "RISE": "2", "GAIN": "0.5"}, root / "alone")
+    done = forked_ranks(root / "alone" / "train_gpt.py", 1, settings | {"RUN_ID": "a", "RISE": "2", "GAIN": "0.5"}, root / "alone")
     assert done.returncode == 0, done.stderr[-2000:]
     ours, theirs = summary(root / "alone/runs/a"), summary(root / "runs/a")
     assert ours["losses"] == theirs["losses"] and ours["ttt_bpb"] == theirs["ttt_bpb"]
 
 
 def test_a_run_goes_on_with_the_program_it_began_with(place):
-    "It is killed in its training; then the program is edited."
+    "It is stopped in its training; then the program is edited."
     root, data = place
-    words = ["train", "mine.py", "--nproc", "1", *WORDS, *data, "RUN_ID=b", "ITERATIONS=30", "PAUSE=0.2", "CHECKPOINT_EVERY_S=0.05"]
-    child = subprocess.Popen([sys.executable, "-m", "golfnb", *words], cwd=root, env=clean_env(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    end = time.time() + 300
-    while not list(root.glob("runs/b/checkpoints/step-*")):
-        assert child.poll() is None and time.time() < end
-        time.sleep(0.05)
-    os.kill(child.pid, signal.SIGTERM)
-    child.wait(60)
-    assert (root / "runs/b/progress.json").is_file()
+    (root / "stop").touch()
+    done = without_torchrun("train", "mine.py", "--nproc", 1, *WORDS, *data, "RUN_ID=b", "ITERATIONS=10", "CHECKPOINT_EVERY_S=0.05", cwd=root)
+    (root / "stop").unlink()
+    assert done.returncode == 5 and (root / "runs/b/progress.json").is_file() and list(root.glob("runs/b/checkpoints/step-*")), done.stderr
     for name in ("mine.py", "acts.py"):
         kept = (root / name).read_text()
         (root / name).write_text(kept + "\n# one thought more\n")
@@ -218,7 +212,7 @@ def test_a_run_goes_on_with_the_program_it_began_with(place):
     refused(done, "must be the script that the run began with")
     script.write_text(whole)
     done = without_torchrun("train", "mine.py", "--resume", "runs/b", cwd=root)
-    assert done.returncode == 0 and summary(root / "runs/b")["steps"] == 30, done.stderr
+    assert done.returncode == 0 and summary(root / "runs/b")["steps"] == 10, done.stderr
     assert "\nresumed:" in (root / "runs/b/train.log").read_text()
 
 

@@ -87,11 +87,11 @@ class Seen(Extra):
             raise InterruptedError
 
 
-def life(given: dict[str, str], until: int, monkeypatch, **more):
+def life(program, given: dict[str, str], until: int, monkeypatch, **more):
     "One life of a run that keeps checkpoints: the run and the orders of its steps."
-    run = open_kept(pr2135, given | more, Ranks(), quiet=True)
+    run = open_kept(program, given | more, Ranks(), quiet=True)
     _, keeper, progress = run.extras
-    seen, build = [], pr2135.build
+    seen, build = [], program.build
 
     def watched(s, ranks):
         parts = build(s, ranks)
@@ -99,12 +99,12 @@ def life(given: dict[str, str], until: int, monkeypatch, **more):
         run.extras.append(seen[0])
         return parts
 
-    monkeypatch.setattr(pr2135, "build", watched)
+    monkeypatch.setattr(program, "build", watched)
     try:
-        pr2135.main(run)
+        program.main(run)
     except InterruptedError:
         keeper.wait()
-    monkeypatch.setattr(pr2135, "build", build)
+    monkeypatch.setattr(program, "build", build)
     keeper.close()
     progress.lock.close()
     run.log.close()
@@ -113,14 +113,14 @@ def life(given: dict[str, str], until: int, monkeypatch, **more):
 
 def test_a_run_goes_on_with_its_order_and_its_file_is_read_and_sampled(tmp_path, monkeypatch):
     given = tiny(tmp_path) | {"CHECKPOINT_EVERY_S": "0.001"}
-    whole, orders = life(given, 0, monkeypatch, RUN_ID="whole")
+    whole, orders = life(pr2135, given, 0, monkeypatch, RUN_ID="whole")
     s = whole.settings
     assert orders == [in_order_of(s, 0.0)] * 5 + [in_order_of(s, 1.0)] * 3  # 3 of 8 steps are read before the sixth begins
     assert whole.summary["losses"][-1] < whole.summary["losses"][0]
     for until in (4, 6):
         name = f"killed{until}"
-        _, first = life(given, until, monkeypatch, RUN_ID=name)
-        again, then = life(given, 0, monkeypatch, RUN_ID=name, RESUME="1")
+        _, first = life(pr2135, given, until, monkeypatch, RUN_ID=name)
+        again, then = life(pr2135, given, 0, monkeypatch, RUN_ID=name, RESUME="1")
         assert first == orders[:until] and then == orders[8 - len(then):] and 0 < len(then) < 8
         for key in ("losses", "raw_loss", "ema_loss", "documents_loss", "int6_loss", "sliding_loss", "ttt_loss", "artifact_sha256"):
             assert again.summary[key] == whole.summary[key], key

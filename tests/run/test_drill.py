@@ -15,9 +15,10 @@ from golfnb.tools import programs
 from golfnb.tools.data import build_shards, stdlib_documents
 from golfnb.model.engine import Ranks
 from golfnb.tools.checkpoint import DRILL_CLOCK, Keeper, open_kept
+from golfnb.tools.guard import Watcher
 from golfnb.tools.report import read_file
 from golfnb.tools.drill import SIGNALS, differences, drawn_pairs, drill, half_files
-from tiny import TINY, clean_env, golfnb, loaded, one_sentence, tiny_data, waiting, without_torchrun
+from tiny import LOOPS, TINY, clean_env, golfnb, loaded, one_sentence, tiny_data, waiting, without_torchrun
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +38,24 @@ def test_two_kills(data, tmp_path, monkeypatch):
     assert differences(whole, victim) == ["ema.golf"] and half_files(victim) == ["ema.golf"], "it would have found a fault"
 
 
-class Copied:
-    "Copies a run's folder after a step, as a kill would leave it."
+class Copied(Watcher):
+    "Copies a run's folder after a step, as a kill would leave it; a checkpoint is whole before the next step begins."
 
     def __init__(self, run, after: int, to: Path):
         self.run, self.after, self.to = run, after, to
 
-    def before_training(self, t): "As in Extra."
-    def after_training(self, t): "As in Extra."
-    def note(self, stage): "As in Extra."
-    def close(self): "As in Extra."
-
     def after_step(self, t):
+        next(extra for extra in self.run.extras if isinstance(extra, Keeper)).wait()
         if t.steps == self.after:
-            next(extra for extra in self.run.extras if isinstance(extra, Keeper)).wait()
             shutil.copytree(self.run.folder, self.to)
 
 
-LOOPS = {"LOOP_START": 0, "LOOP_END": 0, "PARALLEL_START_LAYER": 1}  # of two blocks
+class Stumble(Watcher):
+    "Changes a momentum after the last step: no weight and no score shows it."
+
+    def after_step(self, t):
+        if t.steps == 20:
+            next(iter(t.engine.parts[0].state.values())).add_(1)
 
 
 def test_a_recipe_that_goes_by_the_clock_ends_with_the_same_bytes(data, tmp_path):
@@ -68,6 +69,7 @@ def test_a_recipe_that_goes_by_the_clock_ends_with_the_same_bytes(data, tmp_path
     whole = program.main(run)
     shares = [chapter.kept_share(tmp_path / f"x{place}") for place in places]
     assert 0 < shares[0] < run.settings.enable_looping_at < shares[1], shares
+    shutil.copytree(tmp_path / "x13", tmp_path / "stumbling")
     for place in places:
         folder = tmp_path / f"x{place}"
         assert (folder / "checkpoints").is_dir() and not (folder / "raw.golf").exists()
@@ -76,6 +78,10 @@ def test_a_recipe_that_goes_by_the_clock_ends_with_the_same_bytes(data, tmp_path
         log = (folder / "train.log").read_text()
         assert re.search(r"^resumed:\S+ step:\d+ ", log, re.M) and f"{DRILL_CLOCK} is set" in log and "stopping_early" in log, log
         assert differences(tmp_path / "whole", folder) == []
+    run = open_kept(program, env | {"RUN_ID": "stumbling", "RESUME": "1"}, Ranks(), quiet=True)
+    run.extras.append(Stumble())
+    program.main(run)
+    assert differences(tmp_path / "whole", tmp_path / "stumbling") == ["states-0.json"]
 
 
 def test_a_drill_draws_every_recipe_ranks_and_signals():

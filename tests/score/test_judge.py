@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import fork_judged
+from forked import fork_judged, run_python
 from score_workers import stream
-from tiny import TINY, clean_env, golfnb, run_quietly, without_torchrun
+from tiny import MORE, TINY, clean_env, golfnb, run_quietly, without_torchrun
 
 from golfnb.settings import GolfError
 from golfnb.text.shards import write_shard
@@ -132,19 +132,24 @@ def test_an_honest_run_passes(root):
     assert {"plain rows", "sliding window", "score-first training"} <= {f["scorer"] for f in found["findings"]}
 
 
-LOOPS = {"LOOP_START": "0", "LOOP_END": "0", "PARALLEL_START_LAYER": "1"}  # of the two blocks of a small pr2135
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_honest_runs_of_all_recipes_pass(root, recipe):
     run = root / "runs" / recipe
     run.mkdir()
     program = find_program(recipe)
     save_script(run / "train_gpt.py", program)
-    more = LOOPS if recipe == "pr2135" else {}
-    run_quietly(program, SMALL | more | data_of(root) | {"RUN_ID": recipe, "RUNS_DIR": str(root / "runs"), "ITERATIONS": "4", "WARMDOWN_ITERS": "2"}, (run / "train_gpt.py").read_bytes())
+    run_quietly(program, SMALL | MORE.get(recipe, {}) | data_of(root) | {"RUN_ID": recipe, "RUNS_DIR": str(root / "runs"), "ITERATIONS": "4", "WARMDOWN_ITERS": "2"}, (run / "train_gpt.py").read_bytes())
     found = judged(root, run, None, ttt=hasattr(program, "ADAPT"))
     assert found["legal"] and len(found["compared"]) == 2 + hasattr(program, "ADAPT"), words(found)
+    assert recipe != "record" or {A_PLACE, ITS_OWN, SAME_SCORE} <= checks(found, ADAPTERS), "of a file on a trellis, one block three times, one with two lanes"
+
+
+def test_a_library_that_asks_for_the_place_of_temporary_files_is_not_noted(tmp_path):
+    "Who asks first writes a file there; an import that comes with a recipe may be the first."
+    code = "import tempfile; tempfile.tempdir = None\nfrom golfnb.tools.judge import watch_process\nnoted = set(); watch_process(noted); tempfile.gettempdir()\nprint('noted', [note for note in noted if note[1] == 'opens'])"
+    (tmp_path / "asks.py").write_text(code)
+    done = run_python(["asks.py"], tmp_path, clean_env())
+    assert done.returncode == 0 and "noted []" in done.stdout, done
 
 
 def test_an_honest_run_on_three_ranks_passes(root, tmp_path):
@@ -181,24 +186,10 @@ def test_an_honest_run_with_adapters_passes(root, lora, how):
     assert {A_PLACE, ITS_OWN, SAME_SCORE} <= checks(found, ADAPTERS) and not checks(found, "score-first training")
 
 
-def test_honest_adapters_of_a_file_on_a_trellis_pass(root):
-    run = trained(root, "trellis_lora", with_edits(copied_program("pr2135", "trellis_lora"), *BY_DOCUMENTS), **LORA, **LOOPS, SMALL_TENSOR="1000", ITERATIONS="4", WARMDOWN_ITERS="2")
-    found = judged(root, run, root / "trellis_lora.py")
-    assert found["legal"] and len(found["compared"]) == 3, words(found)
-
-
 def test_adapters_of_a_program_that_has_none_are_judged_and_not_compared(root):
     found = judged(root, root / "runs/mine", root / "mine.py", ttt=False, adapters=True, words=[f"{k}={v}" for k, v in LORA.items()])
     assert found["legal"] and set(found["compared"]) == {"plain rows", "sliding window"}, words(found)
     assert {A_PLACE, ITS_OWN} <= checks(found, ADAPTERS) and SAME_SCORE not in checks(found, ADAPTERS)
-
-
-def test_adapters_of_a_model_of_whole_documents_are_judged(root):
-    "Of which one block runs three times and one has two lanes; without the keys' and with the head's."
-    run = trained(root, "documents", copied_program("pr2135", "documents"), **LOOPS, ITERATIONS="4", WARMDOWN_ITERS="2")
-    words_given = [f"{k}={v}" for k, v in (LORA | {"TTT_K_LORA": "0", "TTT_HEAD_LORA": "1"}).items()]
-    found = judged(root, run, root / "documents.py", ttt=False, adapters=True, words=words_given)
-    assert found["legal"] and {A_PLACE, ITS_OWN} <= checks(found, ADAPTERS), words(found)
 
 
 def test_adapters_on_three_ranks_score_as_on_one(root, lora, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from tiny import TINY, golfnb, one_sentence
+from tiny import TINY, golfnb, one_sentence, without_torchrun
 
 from golfnb.studies import bench
 from golfnb.studies.bench import BENCHES, BenchJob, answer_with_ms, bench_eval, bench_function, bench_shards, bench_threads, changed_settings, measure_part, median_bound, record_run, result_path, run_bench, run_rounds, timed_block
@@ -59,7 +59,7 @@ def test_the_bound_of_a_median_is_an_order_statistic():
 
 
 def test_phases_of_two_variants_on_two_ranks(tmp_path):
-    done = golfnb("bench", "phases", "--nproc", 2, "--steps", 4, "--warmup", 1, "--against", "CLIP=local,SEED=3", "-o", "mine.json", *WORDS, cwd=tmp_path)
+    done = without_torchrun("bench", "phases", "--nproc", 2, "--steps", 4, "--warmup", 1, "--against", "CLIP=local,SEED=3", "-o", "mine.json", *WORDS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     found = complete(tmp_path / "mine.json")
     samples, facts, names = found["samples"], found["facts"], ("forward_backward", "post_backward", "ema")
@@ -74,7 +74,7 @@ def test_links_and_then_plans_on_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     facts = complete(tmp_path / "nbs" / "results" / "links_cpu_2.json")["facts"]
     assert set(facts["links"]["collectives"]) == {"scatter", "gather", "all-reduce"} and "predicted" in done.stdout
-    done = golfnb("bench", "optimizer", "--nproc", 2, "--rounds", 3, "--only", "plans", *WORDS, cwd=tmp_path)
+    done = without_torchrun("bench", "optimizer", "--nproc", 2, "--rounds", 3, "--only", "plans", *WORDS, cwd=tmp_path)
     assert done.returncode == 0 and "links: nbs/results/links_cpu_2.json" in done.stdout, done.stderr[-2000:]
     found = complete(tmp_path / "nbs" / "results" / "optimizer_cpu_2.json")
     plans = found["facts"]["plans"]

@@ -51,7 +51,7 @@ from golfnb.tools.programs import RECIPES, copied_program, find_program, program
 from golfnb.tools.submission import claim_numbers, read_log
 from golfnb.file.trellis_file import COLUMNS, HIGH, pack_trellis, without_parts
 from test_artifact import META, same, toy
-from tiny import TINY, golfnb, model_settings, one_sentence, settings_for, tiny_data
+from tiny import LOOPS, TINY, golfnb, model_settings, one_sentence, settings_for, tiny_data
 
 CODECS = (Lzma(), Zlib(), Rans(), Best(), Plain())
 MEMORY = 192 << 20  # bytes a process may grow by while it reads damaged files of at most 64 KB
@@ -352,7 +352,6 @@ legal_ttt_exact val_loss:2.00000000 val_bpb:1.00000000
 """
 SMALL = {"NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "ROPE_DIMS": "8", "VE_DIM": "8", "VE_LAYERS": "1", "BIGRAM_VOCAB_SIZE": "32", "BIGRAM_DIM": "8", "TRAIN_SEQ_LEN": "16",
          "EVAL_SEQ_LEN": "16", "SMALL_TENSOR": "512", "VOCAB_SIZE": "640", "TRAIN_BATCH_TOKENS": "1024"}
-LOOPS = {"LOOP_START": "0", "LOOP_END": "0", "PARALLEL_START_LAYER": "1"}  # of two blocks
 
 
 def on_a_trellis(packed: dict) -> dict:
@@ -368,7 +367,7 @@ def on_a_trellis(packed: dict) -> dict:
 
 def tiny_model(program, **given) -> tuple:
     "A filled model as a program builds it, the program's settings, and what a file of its weights says of it."
-    s = settings_of(program, given | LOOPS | {"RECIPE": program.OWN["recipe"]})
+    s = settings_of(program, given | LOOPS | {"TTT_CHUNK_SIZE": "8", "RECIPE": program.OWN["recipe"]})
     model = program.build(s, Ranks()).model
     if isinstance(model, Frontier):
         model.order = long_order(model.cfg)  # as after training
