@@ -2082,6 +2082,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/golfnb', 'doc_host': '', '
                                                                                   'golfnb/studies/copying.py'),
                                         'golfnb.studies.copying.match_length': ( 'studies/copying.html#match_length',
                                                                                  'golfnb/studies/copying.py'),
+                                        'golfnb.studies.copying.mixed_as_scored': ( 'studies/copying.html#mixed_as_scored',
+                                                                                    'golfnb/studies/copying.py'),
                                         'golfnb.studies.copying.mixed_nats': ( 'studies/copying.html#mixed_nats',
                                                                                'golfnb/studies/copying.py'),
                                         'golfnb.studies.copying.no_guesses': ( 'studies/copying.html#no_guesses',

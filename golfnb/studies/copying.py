@@ -7,9 +7,10 @@ how it is found, how large the share is, and what it brings.
 # %% auto #0
 __all__ = ['LENGTHS', 'DISTANCES', 'Guesses', 'no_guesses', 'match_length', 'plain_continuations',
            'regroup', 'note_matches', 'continuations', 'records', 'match_classes', 'fitted_shares',
-           'mixed_nats', 'document_gap']
+           'mixed_nats', 'mixed_as_scored', 'document_gap']
 
-# %% ../../nbs/studies/43_copying.ipynb #3652c86c
+# %% ../../nbs/studies/43_copying.ipynb #25d7997d
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -135,6 +136,18 @@ def mixed_nats(nats: np.ndarray, hit: np.ndarray, share: np.ndarray) -> np.ndarr
     with np.errstate(divide="ignore"):
         guessed = np.log(share)  # -inf where nothing is shared
     return -np.where(hit, np.logaddexp(kept, guessed), kept)
+
+# %% ../../nbs/studies/43_copying.ipynb #3aab266d
+def mixed_as_scored(nats: np.ndarray, hit: np.ndarray, classes: np.ndarray, spans: np.ndarray, parts: int = 16) -> np.ndarray:
+    "`mixed_nats` of documents in `parts`, each with the shares fitted on all parts before, the first with none."
+    count = classes.max() + 1
+    first_targets = np.append(spans[:, 0], len(nats))
+    edges = first_targets[np.arange(parts + 1) * len(spans) // parts]
+    mixed = nats.astype(np.float64)
+    for begin, end in pairwise(edges[1:]):
+        shares = fitted_shares(nats[:begin], hit[:begin], classes[:begin], count)
+        mixed[begin:end] = mixed_nats(nats[begin:end], hit[begin:end], shares[classes[begin:end]])
+    return mixed
 
 # %% ../../nbs/studies/43_copying.ipynb #6d73a031
 def document_gap(before: np.ndarray, after: np.ndarray, spans: np.ndarray) -> tuple[float, float]:

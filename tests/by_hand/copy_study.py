@@ -3,8 +3,8 @@
     python tests/by_hand/copy_study.py NAME NOTE --train TOKENS NATS --val TOKENS NATS [--adapted NATS]
 
 TOKENS is a shard or a .npy of a text that begins with a document, NATS a .npy with what each of its tokens but
-the first cost; --adapted has those of the validation text with adapters. The shares are fitted on the training
-text alone, which the model should have read rarely. NOTE says which model it was and what it had read. Writes
+the first cost; --adapted has those of the validation text with adapters. Shares are fitted once on the
+training text, which the model should have read rarely, and once on what has been scored before. NOTE says which model it was and what it had read. Writes
 nbs/results/NAME.json, takes some seconds for each million tokens.
 """
 import argparse
@@ -16,7 +16,7 @@ import torch
 
 from golfnb.score.adapters import document_spans
 from golfnb.settings import require
-from golfnb.studies.copying import DISTANCES, LENGTHS, continuations, document_gap, fitted_shares, match_classes, mixed_nats, records
+from golfnb.studies.copying import DISTANCES, LENGTHS, continuations, document_gap, fitted_shares, match_classes, mixed_as_scored, mixed_nats, records
 from golfnb.text.shards import BOS_ID, open_shard
 from golfnb.tools.results import record_result
 
@@ -83,15 +83,20 @@ def main():
         count = max(classes.max(), val.classes[by].max()) + 1
         shares[by] = fitted_shares(train.nats, train.hit, classes, count)
         for name, nats in scores.items():
-            mixed = mixed_nats(nats, val.hit, shares[by][val.classes[by]])
-            gap, half = document_gap(nats, mixed, val.spans)
-            gains[name] = mixed - nats
-            samples[f"{name}, by {by}"] = [mixed.mean()]
-            gaps.append({"scores": name, "by": by, "classes": int((np.bincount(val.classes[by]) > 0).sum()), "gap": gap, "half_width": half})
-            print(f"{name:8} by {by:26} {nats.mean():.4f} -> {mixed.mean():.4f}: {gap:+.5f} +-{half:.5f}")
+            ways = {"training": mixed_nats(nats, val.hit, shares[by][val.classes[by]]),
+                    "scored": mixed_as_scored(nats, val.hit, val.classes[by], val.spans)}
+            for fitted, mixed in ways.items():
+                gap, half = document_gap(nats, mixed, val.spans)
+                gains[f"{name}, {fitted}"] = mixed - nats
+                samples[f"{name}, by {by}, {fitted}"] = [mixed.mean()]
+                gaps.append({"scores": name, "by": by, "fitted": fitted, "classes": int((np.bincount(val.classes[by]) > 0).sum()), "gap": gap, "half_width": half})
+                print(f"{name:8} by {by:26} fitted on {fitted:8} {nats.mean():.4f} -> {mixed.mean():.4f}: {gap:+.5f} +-{half:.5f}")
     tables = {by: table(val, group, names, gains) for by, (group, names) in groups(val).items()}
+    lengths = {"training text": shares["length"].tolist()}
+    for name, nats in scores.items():
+        lengths[f"{name} scores"] = fitted_shares(nats, val.hit, val.classes["length"], len(shares["length"])).tolist()
     facts = {"train_targets": len(train.nats), "train_nats": train.nats.mean(), "targets": len(val.nats), "documents": len(val.spans),
-             "seconds_to_guess": val.seconds, "gaps": gaps, "tables": tables, "shares_by_length": shares["length"].tolist()}
+             "seconds_to_guess": val.seconds, "gaps": gaps, "tables": tables, "shares_by_length": lengths}
     record_result(asked.name, samples, "nats a token", asked.note, facts, asked.folder)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from golfnb.score.adapters import document_spans
 from golfnb.settings import GolfError
-from golfnb.studies.copying import continuations, document_gap, fitted_shares, match_classes, mixed_nats, no_guesses, plain_continuations, records
+from golfnb.studies.copying import continuations, document_gap, fitted_shares, match_classes, mixed_as_scored, mixed_nats, no_guesses, plain_continuations, records
 from golfnb.text.shards import write_shard
 from golfnb.tools.results import read_result
 
@@ -122,6 +122,20 @@ def test_without_guesses_nothing_changes():
     assert shares.tolist() == [0.0] and np.array_equal(mixed_nats(nats, hit, shares[classes]), nats)
 
 
+def test_shares_of_scored_text_know_only_documents_before():
+    draw = np.random.default_rng(6)
+    spans = np.stack([np.arange(0, 400, 40), np.arange(40, 440, 40)], 1)
+    nats, hit, classes = draw.exponential(3.0, 400), draw.random(400) < 0.4, draw.integers(0, 3, 400)
+    mixed = mixed_as_scored(nats, hit, classes, spans, 5)
+    assert np.array_equal(mixed[:80], nats[:80])
+    for begin in range(80, 400, 80):
+        shares, part = fitted_shares(nats[:begin], hit[:begin], classes[:begin], 3), slice(begin, begin + 80)
+        assert (shares > 0).all() and np.array_equal(mixed[part], mixed_nats(nats[part], hit[part], shares[classes[part]]))
+        a, b, c = (np.concatenate([one[:begin], draw.permutation(one[begin:])]) for one in (nats, hit, classes))
+        assert np.array_equal(mixed_as_scored(a, b, c, spans, 5)[:begin], mixed[:begin])
+    assert np.array_equal(mixed_as_scored(nats, hit, classes, spans[:0].reshape(0, 2), 4), nats), "no document, no part"
+
+
 def test_classes_part_what_they_name():
     length, distance, hit = np.zeros(3001, int), np.zeros(3001, int), np.zeros(3001, bool)
     length[[100, 400, 401, 911, 3000]] = [1, 5, 5, 5, 32]
@@ -162,8 +176,8 @@ def test_the_study_by_hand(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", words)
     study()
     found = read_result("try", tmp_path)
-    gaps = {(row["scores"], row["by"]): row["gap"] for row in found["facts"]["gaps"]}
-    for scores in ("plain", "adapted"):
+    gaps = {(f"{row['scores']}, {row['fitted']}", row["by"]): row["gap"] for row in found["facts"]["gaps"]}
+    for scores in ("plain, training", "adapted, training", "plain, scored", "adapted, scored"):
         assert gaps[scores, "length"] < 0
         for rows in found["facts"]["tables"].values():
             assert sum(row["targets"] for row in rows) == pytest.approx(1)
